@@ -1,0 +1,205 @@
+"""A cache whose rows advance on their own: the layout that lets a batch speculate.
+
+Every row has the same slots (column of the padded sequence), and a row's tokens are written at that row's own next slots. Rolling a
+row back is therefore only a smaller length; the rejected tokens are overwritten by the next round. Since slots of a row are
+contiguous, distances between slots are distances between positions, and sliding windows stay windows of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from . import compat
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GROWTH = 256
+"""Slots by which a full-attention buffer grows."""
+
+
+class RowLayer(CacheLayerMixin):
+    """
+    Keys and values of one attention layer, `(rows, heads, cells, head_dim)`. Slot s of a row lies in cell s, or in cell s modulo the
+    ring size if the layer has a window: a ring of `window - 1` cells and one round's width never overwrites what is still visible.
+
+    Args:
+        ring (`int`, *optional*): number of cells of a layer with a window; `None` for a layer that keeps everything.
+    """
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int, ring: int | None):
+        super().__init__()
+        self.ring = ring
+        self.is_initialized = True
+        self.slots: torch.Tensor | None = None  # (rows, width): where the next update writes; set for all layers at once
+        self.extent = 0
+        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device)
+        self.keys, self.values = (self._allocate(states, slots) for states in (keys, values))
+
+    def _allocate(self, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        cells = self.ring or int(slots[-1]) + 1 + GROWTH
+        buffer = states.new_zeros((*states.shape[:2], cells, states.shape[3]))
+        buffer[:, :, self._cells(slots)] = states
+        return buffer
+
+    def _cells(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots % self.ring if self.ring else slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise RuntimeError("A RowLayer is made from a filled layer.")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Writes `(rows, heads, width, head_dim)` states at each row's own slots; returns all cells that any row uses."""
+        if not self.ring and self.extent > self.keys.shape[2]:
+            grow = (0, 0, 0, self.extent + GROWTH - self.keys.shape[2])
+            self.keys = torch.nn.functional.pad(self.keys, grow)
+            self.values = torch.nn.functional.pad(self.values, grow)
+        assert self.slots is not None
+        cells = self._cells(self.slots)[:, None, :, None]
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.scatter_(2, cells.expand(-1, states.shape[1], -1, states.shape[3]), states)
+        if self.ring:
+            return self.keys, self.values
+        return self.keys[:, :, : self.extent], self.values[:, :, : self.extent]
+
+    def window(self, first_slot: int, end_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots `first_slot` … `end_slot - 1` of every row, in order."""
+        cells = self._cells(torch.arange(first_slot, end_slot, device=self.keys.device))
+        return self.keys[:, :, cells], self.values[:, :, cells]
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2] if self.ring else self.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.extent
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):
+    """
+    Takes over a transformers cache after the prefill (`adopt`) and gives it back, continued, at the end (`release`).
+
+    Args:
+        source (`Cache`): dynamic or static, with full-attention and sliding-window layers.
+        layer_types (`list[str]`): of each layer, as the model's masks see it.
+        window (`int`, *optional*): the model's sliding window, in positions.
+        max_width (`int`): the widest forward that will come.
+        max_slots (`int`): the most slots that a row will have.
+    """
+
+    is_compileable = False
+
+    def __init__(self, source: Cache, layer_types: list[str], window: int | None, max_width: int, max_slots: int):
+        self.source = source
+        self.layer_types = layer_types
+        self.window = window
+        self.rings: dict[str, int | None] = {}
+        self._parked: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        slots = compat.length_of(source)
+        layers = []
+        for layer, kind in zip(source.layers, layer_types, strict=True):
+            keys, values = layer.keys, layer.values
+            if isinstance(layer, StaticLayer):
+                keys, values = keys[:, :, :slots], values[:, :, :slots]
+            ring = None
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                ring = min(layer.sliding_window - 1, max_slots) + max_width
+            self.rings[kind] = ring
+            layers.append(RowLayer(keys, values, slots - keys.shape[2], ring))
+            if isinstance(layer, DynamicLayer):
+                layer.keys = layer.values = None  # two copies of one layer at most
+        super().__init__(layers=layers)
+
+    @staticmethod
+    def why_not(cache: Any, layer_types: list[str]) -> str | None:
+        """Why rows can't advance on their own in this cache (known before the first forward), or `None` if they can."""
+        reason = compat.why_no_roll_back(cache)
+        if reason is not None:
+            return reason
+        if set(layer_types) - {FULL, SLIDING}:
+            return f"rows can't be rolled back one by one in layers of type {', '.join(sorted(set(layer_types) - {FULL, SLIDING}))}"
+        by_kind: dict[str, set[type]] = {}
+        for layer, kind in zip(cache.layers, layer_types, strict=False):
+            by_kind.setdefault(kind, set()).add(type(layer))
+        if any(len(types) > 1 for types in by_kind.values()):
+            return "layers of one attention type are cached in different ways"
+        return None
+
+    def prepare(self, slots: torch.Tensor, extent: int) -> None:
+        """The next forward writes at `slots` `(rows, width)`; `extent` is the highest of them plus one."""
+        for layer in self.layers:
+            layer.slots, layer.extent = slots, extent
+
+    def mask(self, kind: str, slots: torch.Tensor, prompt_mask: torch.Tensor | None) -> torch.Tensor:
+        """
+        Which cells each query sees.
+
+        Args:
+            kind (`str`): of the layers.
+            slots (`torch.Tensor` of shape `(rows, width)`): of the queries.
+            prompt_mask (`torch.BoolTensor` of shape `(rows, prompt slots)`, *optional*): the prompt's slots that aren't padding.
+
+        Returns:
+            `torch.BoolTensor` of shape `(rows, 1, width, cells)`
+        """
+        ring, device = self.rings[kind], slots.device
+        if ring:
+            newest = slots[:, -1:]  # a cell holds the newest of its slots that was written
+            cells = newest - (newest - torch.arange(ring, device=device)) % ring
+        else:
+            cells = torch.arange(self.layers[0].extent, device=device)[None, :]
+        used = cells >= 0
+        if prompt_mask is not None:
+            prompt_slots = prompt_mask.shape[1]
+            in_prompt = cells.clamp(0, prompt_slots - 1).expand(len(slots), -1)
+            used = used & ((cells >= prompt_slots) | prompt_mask.gather(1, in_prompt))
+        distance = slots[:, :, None] - cells[:, None, :]
+        visible = (distance >= 0) & used[:, None, :]
+        if kind == SLIDING and self.window is not None:
+            visible &= distance < self.window
+        return visible[:, None]
+
+    def keep(self, kept: list[int], rows: list[int], park: bool) -> None:
+        """
+        Only the rows `kept` (indices into the present rows) go on. With `park`, the others are put aside for `release`; `rows` are
+        the present rows' numbers in the batch.
+        """
+        if park:
+            gone = torch.tensor([i for i in range(len(rows)) if i not in kept], dtype=torch.long)
+            numbers = [rows[i] for i in gone.tolist()]
+            self._parked.append((numbers, [(layer.keys[gone], layer.values[gone]) for layer in self.layers]))
+        index = torch.tensor(kept, dtype=torch.long, device=self.layers[0].keys.device)
+        for layer in self.layers:
+            layer.select(index)
+
+    def rejoin(self, rows: list[int]) -> None:
+        """Brings the parked rows back: afterwards the cache holds all rows of the batch, in order. `rows`: numbers of the present ones."""
+        if not self._parked:
+            return
+        numbers = [*rows, *(number for parked, _ in self._parked for number in parked)]
+        order = torch.tensor(sorted(range(len(numbers)), key=numbers.__getitem__))
+        for i, layer in enumerate(self.layers):
+            cells = layer.keys.shape[2]
+            parts = [(layer.keys, layer.values), *(states[i] for _, states in self._parked)]
+            keys, values = (
+                torch.cat([torch.nn.functional.pad(part[side], (0, 0, 0, cells - part[side].shape[2])) for part in parts])
+                for side in (0, 1)
+            )
+            layer.keys, layer.values = keys[order], values[order]
+        self._parked.clear()
+
+    def release(self, length: int) -> Cache:
+        """The source cache again, holding `length` slots of every row."""
+        for layer, mine in zip(self.source.layers, self.layers, strict=True):
+            first = max(0, length - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
+            compat.load_window(layer, *mine.window(first, length), length)
+        return self.source

@@ -1,0 +1,117 @@
+"""Everything that depends on the version of transformers (5.17 to 5.24), and the facts about its caches that the loop relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+
+# `past_key_values` became `cache` on the way to 5.24: the argument of `forward`, the key in the model kwargs, the field of outputs.
+CACHE: str = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def is_autoregressive_output(output: Any) -> bool:
+    """Whether `output` is what greedy search or sampling returns with `return_dict_in_generate=True`."""
+    return isinstance(output, (GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput))
+
+
+def self_attention_layers(cache: Any) -> list[Any]:
+    """The layers that grow with the generated tokens."""
+    return list((cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers)
+
+
+def why_no_roll_back(cache: Any) -> str | None:
+    """
+    Why a cache can't go back to an earlier length, or `None` if it can. Reliable before the first forward.
+
+    A static sliding-window layer forgets what it overwrote once it is past its window; `crop` would give wrong logits without a word.
+    """
+    if cache is None:
+        return "the model keeps no cache"
+    if not isinstance(cache, Cache):
+        return f"a cache of type {type(cache).__name__} can't be rolled back"
+    if getattr(cache, "offloading", False):
+        return "an offloaded cache can't be rolled back"
+    if isinstance(cache, EncoderDecoderCache):
+        return why_no_roll_back(cache.self_attention_cache)
+    if not cache.layers and type(cache) is not DynamicCache:
+        return f"a cache of type {type(cache).__name__} can't be rolled back"
+    for layer in cache.layers:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+            continue
+        if type(layer) is StaticSlidingWindowLayer:
+            # 5.17 doesn't say how long the cache was asked to be, so there every such layer is taken to pass its window.
+            if getattr(layer, "_is_croppable", False):
+                continue
+            return "a static sliding-window cache can't be rolled back past its window"
+        return f"a cache layer of type {type(layer).__name__} can't be rolled back"
+    return None
+
+
+def crop(cache: Any, tokens_to_remove: int) -> None:
+    """
+    Takes the last `tokens_to_remove` ≥ 0 tokens out of a cache. To be called also with 0: a sliding-window layer that records its past
+    shrinks back to its window only then.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
+        if isinstance(layer, StaticLayer) and not hasattr(StaticLayer, "crop"):  # before 5.24
+            layer.cumulative_length.sub_(tokens_to_remove)
+        else:
+            layer.crop(-tokens_to_remove)
+
+
+@contextmanager
+def recording_past(cache: Any) -> Iterator[None]:
+    """Sliding-window layers keep what slides out of the window until `crop`; switched back afterwards, on a user's cache too."""
+    layers = [layer for layer in self_attention_layers(cache) if hasattr(layer, "record_past")]
+    before = [layer.record_past for layer in layers]
+    for layer in layers:
+        layer.record_past = True
+    try:
+        yield
+    finally:
+        for layer, record_past in zip(layers, before, strict=True):
+            layer.record_past = record_past
+
+
+def length_of(cache: Any) -> int:
+    """Cached tokens. A static layer answers with a tensor."""
+    return int(cache.get_seq_length())
+
+
+def load_window(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+    """
+    Puts rows of equal length back into a cache layer as transformers itself would have left them.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `(rows, heads, min(length, window - 1) or length, head_dim)`): the newest last.
+        length (`int`): tokens that the layer has seen.
+    """
+    if isinstance(layer, StaticLayer):
+        layer.keys[:, :, : keys.shape[2]] = keys
+        layer.values[:, :, : keys.shape[2]] = values
+        layer.cumulative_length.fill_(length)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+        return
+    layer.keys, layer.values = keys, values
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = length

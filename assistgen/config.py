@@ -1,0 +1,153 @@
+"""What a user may ask for: the keys of `speculation=`, their checks and their defaults.
+
+The names are those of vLLM's `speculative_config` wherever vLLM has one, so that a config written for it runs here. This module
+knows neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
+ALIASES = {"prompt_lookup": "ngram"}
+AVAILABLE = ("ngram",)
+"""Methods that can be asked for today; the others say that they are not available yet."""
+
+NOT_YET = {
+    "suffix_decoding_max_tree_depth": "suffix",
+    "suffix_decoding_max_cached_requests": "suffix",
+    "suffix_decoding_max_spec_factor": "suffix",
+    "suffix_decoding_min_token_prob": "suffix",
+    "store": "suffix",
+    "model": "draft_model",
+    "use_heterogeneous_vocab": "draft_model",
+    "draft_sample_method": "draft_model",
+    "rejection_sample_method": "draft_model",
+    "draft_temperature": "draft_model",
+    "draft_confidence_threshold": "draft_model",
+    "drafters": "draft_model",
+    "lookup_ids": "inputs_embeds prompts",
+    "num_speculative_tokens_per_batch_size": "the control of depth by load",
+    "min_acceptance": "the control of depth by load",
+    "draft_timeout_s": "the control of depth by load",
+    "compile": "the compiled path",
+}
+"""Reserved keys, and the feature that each waits for."""
+
+WITHOUT_MEANING = frozenset(
+    "draft_tensor_parallel_size quantization moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision "
+    "enforce_eager disable_padded_drafter_batch disable_eagle_block_drop use_local_argmax_reduction parallel_drafting "
+    "enable_adaptive_verification dspark_draft_topk disable_by_batch_size".split()
+)
+"""vLLM keys about its own engine: accepted, with one info line."""
+
+LOSSY = frozenset({"synthetic_acceptance_rates", "synthetic_acceptance_length", "assistant_ensemble_weight"})
+"""Keys that would change what the target says: refused."""
+
+DEPTHS = ("adaptive", "constant")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """
+    How to speculate. Frozen; a wrong value raises a `ValueError` or `TypeError` that names the key.
+
+    Args:
+        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`).
+        num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
+            most 16 tokens wide.
+        prompt_lookup_min (`int`, *optional*): shortest n-gram that is looked up, in tokens. `None`: 2 (or `prompt_lookup_max` if
+            that is smaller).
+        prompt_lookup_max (`int`, *optional*): longest n-gram that is looked up, in tokens. `None`: 5 (or `prompt_lookup_min` if
+            that is larger).
+        depth (`str`, defaults to `"adaptive"`): `"adaptive"` verifies as many drafted tokens as are expected to pay, none included;
+            `"constant"` verifies every drafted token.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    depth: str = "adaptive"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str):
+            raise TypeError(f"`method` must be a string, got {type(self.method).__name__}.")
+        method = ALIASES.get(self.method, self.method)
+        if method not in METHODS:
+            known = (*METHODS, *ALIASES)
+            raise ValueError(f"`method={self.method!r}` is unknown. {_nearest(self.method, known)}Choose one of {', '.join(known)}.")
+        if method not in AVAILABLE:
+            raise ValueError(f"`method={self.method!r}` is not available yet. Use one of {', '.join(AVAILABLE)}.")
+        object.__setattr__(self, "method", method)
+
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            _check_count(name, getattr(self, name))
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"`prompt_lookup_min` ({low}) must not be larger than `prompt_lookup_max` ({high}).")
+        if low is None:
+            low = 2 if high is None else min(2, high)
+        if high is None:
+            high = max(5, low)
+        object.__setattr__(self, "prompt_lookup_min", low)
+        object.__setattr__(self, "prompt_lookup_max", high)
+        if self.depth not in DEPTHS:
+            raise ValueError(f"`depth` must be one of {', '.join(DEPTHS)}, got {self.depth!r}.")
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens drafted in a round."""
+        return 15 if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculationConfig:
+        """
+        Reads a dict with vLLM's key names.
+
+        Raises:
+            ValueError: for an unknown key (with the nearest known name), one that would make the output lossy, or one whose feature
+                is not available yet.
+        """
+        fields = {field.name for field in dataclasses.fields(cls)}
+        # The method first: asking for one that isn't there yet is the clearer message than one of its keys.
+        if "method" in values and len(values) > 1:
+            cls(method=values["method"])
+        kept, ignored = {}, []
+        for key, value in values.items():
+            if key in fields:
+                kept[key] = value
+            elif key in WITHOUT_MEANING:
+                ignored.append(key)
+            elif key in LOSSY:
+                raise ValueError(f"`{key}` would change what the target model says, and assistgen never does. Leave it out.")
+            elif key in NOT_YET:
+                if value is not None:
+                    raise ValueError(f"`{key}` is not available yet (it belongs to {NOT_YET[key]}). Leave it out.")
+            else:
+                raise ValueError(f"`{key}` is not a key of `speculation`. {_nearest(key, (*fields, *NOT_YET, *WITHOUT_MEANING))}".strip())
+        if ignored:
+            logger.info("`speculation`: %s have no meaning inside `generate()` and are ignored.", ", ".join(sorted(ignored)))
+        return cls(**kept)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} ({value!r}).")
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}. Use `speculation=None` to switch speculation off.")
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"Did you mean `{close[0]}`? " if close else ""

@@ -1,0 +1,358 @@
+"""The decode loop: draft, verify, accept, roll back, emit, observe.
+
+One loop for every drafter, one row or many, greedy or sampled. Source of the method: speculative decoding (Leviathan et al.,
+arXiv 2211.17192; Chen et al., arXiv 2302.01318). Drafts here are deterministic, so a token is drawn from the target's processed
+distribution at each position, in order, and compared with the draft: what is committed is what plain decoding would have said, with
+the same random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .bans import HardBans
+from .control import DepthController, ForwardCosts, ShadowedDraft
+from .drafters.base import Draft, Drafter
+from .recording import Recorder
+from .stats import RowStats, SpeculationStats
+from .target import Target
+from .tokens import TokenBuffer
+
+
+logger = logging.getLogger(__name__)
+
+TARGET = "target"
+NOTHING = Draft([])
+
+
+@dataclass
+class Row:
+    """One sequence of the batch."""
+
+    number: int
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    """The stopping criteria beside length and end-of-sequence tokens, which `Decoding` knows as numbers."""
+    output: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Where each output token came from: `"target"` or the drafter's name."""
+    fresh: list[int] = field(default_factory=list)
+    """Output tokens of the present round."""
+    done: bool = False
+    shadows: list[ShadowedDraft] = field(default_factory=list)
+
+
+class Decoding:
+    """
+    One call, from prefill to output. `run` is the loop.
+
+    Args:
+        target (`Target`): the model with its cache.
+        tokens (`TokenBuffer`): the prompt; grows.
+        rows (`list[Row]`): one for each sequence, with its processors and criteria.
+        drafter (`Drafter`, *optional*): `None` decodes plainly.
+        max_draft_tokens (`int`, *optional*): the most tokens drafted in a round.
+        controller (`DepthController`), costs (`ForwardCosts`): what the depth of a round is chosen by.
+        generation_config (`GenerationConfig`): as `generate()` prepared it.
+        stopping_criteria (`StoppingCriteriaList`): all of them, for the length and end-of-sequence tokens.
+        recorder (`Recorder`): what the output is to hold beside the ids.
+        streamer (`BaseStreamer`, *optional*): gets each token once, in order, as soon as it is committed.
+        position_limit (`int`, *optional*): positions that the model was made for.
+        vocab_size (`int`): ids at or above it can't be fed to the target.
+        prompt_tokens: gives the rows' prompts without padding, for the drafter.
+        start (`float`): `perf_counter()` at the call, for the time to first token.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        tokens: TokenBuffer,
+        rows: list[Row],
+        drafter: Drafter | None,
+        max_draft_tokens: int | None,
+        controller: DepthController,
+        costs: ForwardCosts,
+        generation_config: Any,
+        stopping_criteria: StoppingCriteriaList,
+        recorder: Recorder,
+        streamer: Any,
+        position_limit: int | None,
+        vocab_size: int,
+        prompt_tokens: Callable[[], list[list[int]]],
+        stats: SpeculationStats,
+        start: float,
+    ):
+        self.target, self.tokens, self.rows = target, tokens, rows
+        self.drafter, self.controller, self.costs = drafter, controller, costs
+        self.max_draft_tokens = max_draft_tokens
+        self.recorder, self.streamer = recorder, streamer
+        self.position_limit, self.vocab_size, self.prompt_tokens = position_limit, vocab_size, prompt_tokens
+        self.stats = stats
+        self.stats.rows = [RowStats() for _ in rows]
+        self.output: Any = None
+        self._do_sample = generation_config.do_sample
+        self._vectorised = not self._do_sample and not any(len(row.processors) for row in rows)
+        lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        self._max_length = min(lengths, default=generation_config.max_length)
+        self._stop_tokens = {
+            int(token) for c in stopping_criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()
+        }
+        # Plain generate() pads rows that have ended only if it knows an end-of-sequence token; otherwise they talk on.
+        self._pads = any(hasattr(c, "eos_token_id") for c in stopping_criteria)
+        self._pad_token = int(generation_config._pad_token_tensor) if generation_config._pad_token_tensor is not None else 0
+        self._bans = HardBans(generation_config, self._stop_tokens)
+        self._start = self._last_emit = start
+        self._suspended = 0.0
+        self._streamed = 0
+
+    @torch.no_grad()
+    def run(self) -> Iterator[None]:
+        """The loop. Yields after each round, when what was committed has been streamed; closing it ends the call in good order."""
+        completed = False
+        try:
+            outputs = self._prefill()
+            try:
+                self._accept(self.rows, [NOTHING] * len(self.rows), outputs)
+            finally:
+                self._emit()
+            del outputs
+            yield from self._suspend()
+            self._begin_drafting()  # never before the first token is out
+
+            while running := self._running():
+                proposals = self._draft(running)
+                drafts = self._choose_depth(running, proposals)
+                outputs = self._verify(running, drafts)
+                try:
+                    self._accept(running, drafts, outputs)
+                finally:
+                    self.target.roll_back()
+                    self._emit()
+                del outputs
+                self._observe(running, proposals)
+                yield from self._suspend()
+            completed = True
+        except GeneratorExit:
+            completed = True
+            raise
+        finally:
+            self.finish(completed)
+
+    def _running(self) -> list[Row]:
+        """Rows that still need tokens: those not done, and without padding also the done ones that the others have overtaken."""
+        if all(row.done for row in self.rows) and (self._pads or len({len(row.output) for row in self.rows}) == 1):
+            return []
+        longest = max(len(row.output) for row in self.rows)
+        return [row for row in self.rows if not row.done or (not self._pads and len(row.output) < longest)]
+
+    def _suspend(self) -> Iterator[None]:
+        """Time in which the caller has the round's tokens isn't ours."""
+        before = perf_counter()
+        yield
+        seconds = perf_counter() - before
+        self._suspended += seconds
+        self._last_emit += seconds
+
+    # 1. prefill
+
+    def _prefill(self) -> Any:
+        before = perf_counter()
+        outputs = self.target.prefill()
+        self.stats.verify_s += perf_counter() - before
+        return outputs
+
+    # 2. draft
+
+    def _begin_drafting(self) -> None:
+        if self.drafter is not None and self._running():
+            before = perf_counter()
+            try:
+                prompts = self.prompt_tokens()
+                self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
+            except Exception as error:
+                self._give_up_drafting(error)
+            self.stats.draft_s += perf_counter() - before
+
+    def _draft(self, running: list[Row]) -> list[Draft]:
+        if self.drafter is None:
+            return [NOTHING] * len(running)
+        before = perf_counter()
+        try:
+            proposals = [self._propose(self.drafter, row) for row in running]
+        except Exception as error:
+            self._give_up_drafting(error)
+            proposals = [NOTHING] * len(running)
+        self.stats.draft_s += perf_counter() - before
+        return proposals
+
+    def _propose(self, drafter: Drafter, row: Row) -> Draft:
+        length = self.tokens.lengths[row.number]
+        room = self._max_length - length - 1  # the target adds a token itself
+        if row.done:
+            room = max(len(other.output) for other in self.rows) - len(row.output) - 1
+        position = length + self.target.cached - self.tokens.prompt_length
+        if self.position_limit is not None and position <= self.position_limit:
+            room = min(room, self.position_limit - position)
+        if self.max_draft_tokens is not None:
+            room = min(room, self.max_draft_tokens)
+        if room < 1:
+            return NOTHING
+        draft = drafter.propose(row.number, room)
+        if draft.tokens:
+            if min(draft.tokens) < 0 or max(draft.tokens) >= self.vocab_size:
+                raise ValueError(f"the drafter {drafter.name!r} proposed ids outside the target's vocabulary of {self.vocab_size}")
+            draft.tokens = self._bans.cut(self.tokens.prefix(row.number)[0], draft.tokens[:room])
+        return draft
+
+    def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> list[Draft]:
+        if self.drafter is None or not any(draft.tokens for draft in proposals):
+            return [NOTHING] * len(running)
+        if self.drafter.constant_depth:
+            return proposals
+        depth = self.controller.trim(self.drafter.name, proposals, self.costs)
+        return [Draft(draft.tokens[:depth], draft.evidence) for draft in proposals]
+
+    def _give_up_drafting(self, error: Exception) -> None:
+        """A drafter's fault never fails the call: it goes on plainly, and says why."""
+        name = self.drafter.name if self.drafter is not None else ""
+        self.stats.count_fallback(f"the drafter {name!r} failed: {type(error).__name__}")
+        logger.warning("The drafter %r failed; this call goes on without it.", name, exc_info=error)
+        self.drafter = None
+
+    # 3. verify
+
+    def _verify(self, running: list[Row], drafts: list[Draft]) -> Any:
+        for row, draft in zip(running, drafts, strict=True):
+            self.tokens.write_draft(row.number, draft.tokens)
+            if draft.tokens:
+                self.stats.count_draft(row.number, len(draft.tokens))
+        drafted = [len(draft.tokens) for draft in drafts]
+        before = perf_counter()
+        outputs = self.target.verify([row.number for row in running], drafted)
+        if outputs.logits.is_cuda:
+            torch.cuda.synchronize(outputs.logits.device)  # the logits are read next anyway
+        seconds = perf_counter() - before
+        self.stats.verify_s += seconds
+        self.costs.record(len(running), max(drafted) + 1, seconds)
+        return outputs
+
+    # 4. accept
+
+    def _accept(self, running: list[Row], drafts: list[Draft], outputs: Any) -> None:
+        """Walks each row's draft in order: every processor and criterion sees each committed prefix once, and no other."""
+        prefill = not self.rows[0].output
+        for row in self.rows:
+            row.fresh = []
+        width = max(len(draft.tokens) for draft in drafts) + 1
+        logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
+        choices = logits.argmax(-1).tolist() if self._vectorised else None
+        for slot, (row, draft) in enumerate(zip(running, drafts, strict=True)):
+            for position in range(len(draft.tokens) + 1):
+                raw = logits[slot : slot + 1, position]  # (1, vocab)
+                if choices is not None:
+                    scores, token = raw, choices[slot][position]
+                else:
+                    scores = row.processors(self.tokens.prefix(row.number), raw)
+                    token = self._select(scores)
+                accepted = position < len(draft.tokens) and token == draft.tokens[position]
+                self.recorder.record_distribution(row.number, raw, scores)
+                if self.recorder.records_states:
+                    self.recorder.record_states(
+                        row.number, outputs, slot, None if prefill else position, width,
+                        self.target.cached + len(row.output), self.target.cache,
+                    )  # fmt: skip
+                self._commit(row, token, position + 1 if accepted else 0)
+                if row.done or not accepted:
+                    break
+
+    def _select(self, scores: torch.Tensor) -> int:
+        if self._do_sample:
+            return int(torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1))
+        return int(torch.argmax(scores, dim=-1))
+
+    def _commit(self, row: Row, token: int, draft_position: int) -> None:
+        """One more token of the row; `draft_position` counts from 1, 0 is the target's own token."""
+        self.tokens.append(row.number, token, in_place=draft_position > 0)
+        row.output.append(token)
+        row.fresh.append(token)
+        row.sources.append(self.drafter.name if draft_position and self.drafter is not None else TARGET)
+        self.stats.count_token(row.number, draft_position)
+        if row.done:
+            return  # talks on only because the batch does
+        stopped = len(row.criteria) > 0 and bool(row.criteria(self.tokens.prefix(row.number), self.recorder.row_scores(row.number)))
+        row.done = stopped or token in self._stop_tokens or self.tokens.lengths[row.number] >= self._max_length
+
+    # 6. emit
+
+    def _emit(self) -> None:
+        now = perf_counter()
+        for row in self.rows:
+            fresh = len(row.fresh)
+            if fresh == 0:
+                continue
+            if len(row.output) == fresh:
+                self.stats.ttft_s = now - self._start
+                fresh -= 1
+            if fresh:
+                self.stats.itl_s.extend([now - self._last_emit] + [0.0] * (fresh - 1))
+        self._last_emit = now
+        if self.streamer is not None:
+            self._stream()
+
+    def _stream(self) -> None:
+        """Hands over each step, `(rows,)` ids, that every row has reached (or ended before)."""
+        while any(len(row.output) > self._streamed for row in self.rows):
+            step = []
+            for row in self.rows:
+                if len(row.output) > self._streamed:
+                    step.append(row.output[self._streamed])
+                elif row.done and self._pads:
+                    step.append(self._pad_token)
+                else:
+                    return
+            self._streamed += 1
+            self.streamer.put(torch.tensor(step))
+
+    # 7. observe
+
+    def _observe(self, running: list[Row], proposals: list[Draft]) -> None:
+        drafter = self.drafter
+        if drafter is None:
+            return
+        before = perf_counter()
+        try:
+            for row, proposal in zip(running, proposals, strict=True):
+                if proposal.tokens and not drafter.constant_depth:
+                    row.shadows.append(ShadowedDraft(drafter.name, proposal))
+                row.shadows = [shadow for shadow in row.shadows if shadow.follow(row.fresh, self.controller)]
+                drafter.commit(row.number, row.fresh)
+        except Exception as error:
+            self._give_up_drafting(error)
+        self.stats.draft_s += perf_counter() - before
+
+    # the end
+
+    def finish(self, completed: bool = True) -> None:
+        """Gives back cache and streamer, and makes the output if the call wasn't cut short by an error."""
+        try:
+            if self._pads:
+                self.tokens.pad(self._pad_token)
+            sequences = self.tokens.sequences()
+            cache = self.target.close()
+            if completed:
+                self.output = self.recorder.output(sequences, cache)
+        finally:
+            self.stats.target_forwards = self.target.forwards
+            total = perf_counter() - self._start - self._suspended
+            self.stats.other_s = max(0.0, total - self.stats.draft_s - self.stats.verify_s)
+            if self.streamer is not None:
+                self.streamer.end()

@@ -1,0 +1,85 @@
+"""n-gram drafting (prompt lookup): what followed the last few tokens the last time they occurred, follows again.
+
+Source: "Prompt Lookup Decoding" (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), with an index in place of a scan,
+the longest match first and then the most recent one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .base import Draft, Drafter
+
+
+MAX_MATCH = 32
+"""A match is measured up to this many tokens; a longer one is no better evidence."""
+
+
+class NGramIndex:
+    """
+    Finds the latest earlier occurrence of the longest n-gram, `min_size` ≤ n ≤ `max_size`, at the end of a growing token sequence.
+
+    Taking in a token and looking one up cost O(`max_size`) dict operations, whatever the length.
+    """
+
+    def __init__(self, min_size: int, max_size: int, tokens: Iterable[int] = ()):
+        self.tokens: list[int] = []
+        self._sizes = range(max_size, min_size - 1, -1)
+        # n-gram -> where its latest occurrence ended (the index of the token that followed it)
+        self._followed_at: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        seen, followed_at = self.tokens, self._followed_at
+        for token in tokens:
+            # The n-grams that end here are entered only now that something follows them: the sequence's own tip is no occurrence.
+            end = len(seen)
+            for size in self._sizes:
+                if size <= end:
+                    followed_at[tuple(seen[end - size : end])] = end
+            seen.append(token)
+
+    def find(self) -> tuple[int, int]:
+        """
+        Returns:
+            `tuple[int, int]`: the length of the match (up to `MAX_MATCH`; 0 if there is none) and the index of the token that
+            followed it.
+        """
+        seen, end = self.tokens, len(self.tokens)
+        for size in self._sizes:
+            if size <= end and (follow := self._followed_at.get(tuple(seen[end - size :]))) is not None:
+                while size < min(MAX_MATCH, follow) and seen[follow - size - 1] == seen[end - size - 1]:
+                    size += 1
+                return size, follow
+        return 0, 0
+
+    def propose(self, max_tokens: int) -> Draft:
+        size, follow = self.find()
+        if not size:
+            return Draft([])
+        tokens = self.tokens[follow : follow + max_tokens]
+        if len(tokens) < max_tokens:
+            # The match overlaps the end of the sequence: a run. Its period goes on.
+            period = len(tokens)
+            tokens = (tokens * (max_tokens // period + 1))[:max_tokens]
+        return Draft(tokens, evidence=size.bit_length() + 1 if size > 4 else size - 1)
+
+
+class NGramDrafter(Drafter):
+    """`method="ngram"`: one `NGramIndex` a row, over its prompt and its output."""
+
+    name = "ngram"
+
+    def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5):
+        self.prompt_lookup_min = prompt_lookup_min
+        self.prompt_lookup_max = prompt_lookup_max
+        self._indexes: list[NGramIndex] = []
+
+    def begin(self, rows: Sequence[list[int]]) -> None:
+        self._indexes = [NGramIndex(self.prompt_lookup_min, self.prompt_lookup_max, tokens) for tokens in rows]
+
+    def propose(self, row: int, max_tokens: int) -> Draft:
+        return self._indexes[row].propose(max_tokens)
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        self._indexes[row].extend(tokens)

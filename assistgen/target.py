@@ -1,0 +1,261 @@
+"""The target model as the loop sees it: prefill, verify a block of tokens, roll back. One row, or rows that advance on their own."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticCache
+
+from . import compat
+from .cache import FULL, SLIDING, RowCache
+from .control import ForwardCosts
+from .tokens import TokenBuffer
+
+
+_costs: weakref.WeakKeyDictionary[Any, ForwardCosts] = weakref.WeakKeyDictionary()
+
+
+def costs_of(model: Any) -> ForwardCosts:
+    """The measured forward costs of a model: facts about this process and machine, so all calls share them."""
+    return _costs.setdefault(model, ForwardCosts())
+
+
+class Target(ABC):
+    """
+    A model, its cache, and the inputs of its next forward.
+
+    Args:
+        model (`PreTrainedModel`): the target.
+        tokens (`TokenBuffer`): the batch.
+        generation_config (`GenerationConfig`): as `generate()` prepared it.
+        model_kwargs (`dict`): as `generate()` prepared them.
+    """
+
+    def __init__(self, model: Any, tokens: TokenBuffer, generation_config: Any, model_kwargs: dict[str, Any]):
+        self.model = model
+        self.tokens = tokens
+        self.generation_config = generation_config
+        self.model_kwargs = model_kwargs
+        self.cached = 0
+        """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
+        self.forwards = 0
+        self._switched = ExitStack()
+
+    def prefill(self) -> Any:
+        """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
+        chunk = self.generation_config.prefill_chunk_size
+        outputs = self.model._prefill(self.tokens.ids[:, : self.tokens.prompt_length], self.generation_config, self.model_kwargs)
+        for name in compat.CACHE_NAMES:
+            if getattr(outputs, name, None) is not None:
+                self.model_kwargs[compat.CACHE] = getattr(outputs, name)
+        if self.cache is not None:
+            self.cached = compat.length_of(self.cache)
+        self.forwards += 1 if chunk is None else -(-self.tokens.prompt_length // chunk)
+        self._switched.enter_context(self.model._optimize_model_for_decode())
+        return outputs
+
+    def _forward(self, inputs: dict[str, Any], width: int) -> Any:
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width
+        self.forwards += 1
+        return self.model(**inputs, return_dict=True)
+
+    @property
+    def cache(self) -> Any:
+        return self.model_kwargs.get(compat.CACHE)
+
+    @abstractmethod
+    def verify(self, rows: list[int], drafted: list[int]) -> Any:
+        """
+        One forward over each row's last token and its draft.
+
+        Args:
+            rows (`list[int]`): the running rows.
+            drafted (`list[int]`): how many drafted tokens follow each row's last committed one in the `TokenBuffer`.
+
+        Returns:
+            the model's output; `logits` of shape `(len(rows), max(drafted) + 1, vocab)`.
+        """
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """Takes out of the cache what was verified but not committed. Each row's last committed token is never cached."""
+
+    @abstractmethod
+    def close(self) -> Any:
+        """Puts back what was switched on and returns the cache (or `None`)."""
+
+
+class OneRow(Target):
+    """One row, in whatever cache transformers made for it, rolled back by `crop`."""
+
+    # Inputs with one entry a token, which grow with the sequence.
+    GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+    GROWING_DECODER = ("decoder_attention_mask", "decoder_position_ids")
+
+    def prefill(self) -> Any:
+        outputs = super().prefill()
+        names = self.GROWING_DECODER if self.model.config.is_encoder_decoder else self.GROWING
+        self._growing = {name: self.model_kwargs[name] for name in names if self.model_kwargs.get(name) is not None}
+        self._ahead = 0
+        self._in_flight = 0  # tokens in the cache that may have to go
+        self._crops = compat.why_no_roll_back(self.cache) is None
+        if self._crops:
+            # Only now: recording during the prefill would keep the whole prompt in sliding layers.
+            self._switched.enter_context(compat.recording_past(self.cache))
+        return outputs
+
+    def verify(self, rows: list[int], drafted: list[int]) -> Any:
+        width = drafted[0] + 1
+        length = self.tokens.lengths[0] + drafted[0]
+        inputs = self.model.prepare_inputs_for_generation(
+            self.tokens.ids[:, :length],
+            next_sequence_length=width if self.model_kwargs.get("use_cache", True) else None,
+            **self._kwargs(length - self.tokens.prompt_length),
+        )
+        self._in_flight = width
+        self._before = self.tokens.lengths[0]
+        return self._forward(inputs, width)
+
+    def _kwargs(self, added: int) -> dict[str, Any]:
+        """The model kwargs as they are `added` tokens after the prompt: views of tensors that are extended rarely."""
+        if added > self._ahead:
+            self._ahead = 2 * added + 256
+            grown = dict(self.model_kwargs)
+            # The model itself says how its inputs grow.
+            grown = self.model._update_model_kwargs_for_generation(
+                {}, grown, self.model.config.is_encoder_decoder, num_new_tokens=self._ahead
+            )
+            if (types := self.model_kwargs.get("token_type_ids")) is not None:
+                grown["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, self._ahead)], dim=-1)
+            self._grown = {name: grown[name] for name in self._growing}
+        views = {name: self._grown[name][..., : start.shape[-1] + added] for name, start in self._growing.items()}
+        return {**self.model_kwargs, **views}
+
+    def roll_back(self) -> None:
+        kept = self.tokens.lengths[0] - self._before
+        if self._crops:
+            compat.crop(self.cache, self._in_flight - kept)
+        self._in_flight = 0
+
+    def close(self) -> Any:
+        self._switched.close()
+        return self.cache
+
+
+class ManyRows(Target):
+    """Rows that advance on their own in a `RowCache`. A row that is done leaves the batch and costs nothing."""
+
+    MAX_WIDTH = 32
+
+    def __init__(self, *args: Any, returns_cache: bool, max_slots: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.returns_cache = returns_cache
+        self.max_slots = max_slots
+        self._rows: list[int] = list(range(len(self.tokens.lengths)))
+        self._row_cache: RowCache | None = None
+
+    @staticmethod
+    def why_not(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+        """Why this model's rows can't advance on their own (known before the first forward), or `None` if they can."""
+        config = model.config.get_text_config(decoder=True)
+        if model.config.is_encoder_decoder:
+            return "rows of an encoder-decoder model can't be rolled back one by one"
+        # What a static cache with a compiled forward needs is what rows need: masks of any shape and positions told from outside.
+        if not getattr(model, "_can_compile_fullgraph", False) or model_kwargs.get("position_ids") is None:
+            return f"{type(model).__name__} doesn't take positions and masks for each row"
+        if model_kwargs["position_ids"].dim() != 2 or getattr(config, "alibi", False):
+            return f"{type(model).__name__} doesn't take positions and masks for each row"
+        if config._attn_implementation not in ("sdpa", "eager"):
+            return f"attention implementation {config._attn_implementation} takes no mask for each row"
+        if any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids", "inputs_embeds")):
+            return "rows of prompts with embeddings or token types can't be rolled back one by one"
+        cache = model_kwargs.get(compat.CACHE)
+        if generation_config.output_attentions and (isinstance(cache, StaticCache) or SLIDING in layer_types(config)):
+            return "attention weights of single rows can't be told from a static or sliding-window cache"
+        return RowCache.why_not(cache, layer_types(config))
+
+    def prefill(self) -> Any:
+        outputs = super().prefill()
+        config = self.model.config.get_text_config(decoder=True)
+        self._kinds = layer_types(config)
+        self._masks_by_kind = hasattr(config, "layer_types")
+        self._eager = config._attn_implementation == "eager"
+        # Slots are columns of the padded batch (shifted where the cache holds more than the ids say); a row's positions keep a
+        # constant distance from its slots.
+        self._slot_offset = self.cached - self.tokens.prompt_length
+        self._position_offsets = (self.model_kwargs["position_ids"][:, -1] - (self.cached - 1)).expand(len(self._rows))
+        mask = self.model_kwargs.get("attention_mask")
+        self._prompt_mask = mask.bool() if mask is not None and not bool(mask.all()) else None
+        self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.MAX_WIDTH, self.max_slots)
+        return outputs
+
+    def verify(self, rows: list[int], drafted: list[int]) -> Any:
+        tokens, cache, device = self.tokens, self._row_cache, self.tokens.ids.device
+        assert cache is not None
+        if rows != self._rows:
+            cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.returns_cache)
+            self._rows = list(rows)
+        width, longest = max(drafted) + 1, max(tokens.lengths[row] for row in rows)
+        tokens.reserve(longest + width)
+        index = torch.tensor(rows, device=device)
+        starts = torch.tensor([tokens.lengths[row] - 1 for row in rows], device=device)[:, None]
+        steps = torch.arange(width, device=device)
+        slots = starts + steps + self._slot_offset
+        cache.prepare(slots, longest - 1 + width + self._slot_offset)
+        # Past a row's own draft there is only filling, which is nobody's; its positions stay in the model's range.
+        own_steps = torch.minimum(steps, torch.tensor(drafted, device=device)[:, None])
+        inputs = self.model.prepare_inputs_for_generation(
+            tokens.ids[index[:, None], starts + steps],
+            **{
+                **self.model_kwargs,
+                compat.CACHE: cache,
+                "position_ids": starts + own_steps + self._slot_offset + self._position_offsets[index][:, None],
+                "attention_mask": self._attention_mask(cache, slots, index),
+            },
+        )
+        return self._forward(inputs, width)
+
+    def _attention_mask(self, cache: RowCache, slots: torch.Tensor, rows: torch.Tensor) -> Any:
+        prompt_mask = self._prompt_mask[rows] if self._prompt_mask is not None else None
+        masks = {}
+        for kind in set(self._kinds):
+            mask = cache.mask(kind, slots, prompt_mask)
+            if self._eager:
+                dtype = self.model.dtype
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+            masks[kind] = mask
+        return masks if self._masks_by_kind else next(iter(masks.values()))
+
+    def roll_back(self) -> None:
+        """Nothing to do: the next forward writes behind the rows' committed lengths."""
+
+    def close(self) -> Any:
+        cache, tokens = self._row_cache, self.tokens
+        if cache is None or not self.returns_cache:
+            self._switched.close()
+            return None if cache is not None else self.cache
+        cache.rejoin(self._rows)
+        self._rows = list(range(len(tokens.lengths)))
+        # generate() feeds padding to rows that have ended, so the cache that it returns holds it: written here, in a few forwards.
+        longest = max(tokens.lengths)
+        while (behind := longest - min(tokens.lengths)) > 0:
+            fed = [min(longest - length, self.MAX_WIDTH - 1) for length in tokens.lengths]
+            self.verify(self._rows, fed)
+            tokens.lengths = [length + more for length, more in zip(tokens.lengths, fed, strict=True)]
+            assert longest - min(tokens.lengths) < behind
+        self._switched.close()
+        self._row_cache = None
+        return cache.release(longest - 1 + self._slot_offset)
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of attention of each layer, as the masks of the model's forward tell them apart."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    return [SLIDING if getattr(config, "sliding_window", None) is not None else FULL] * config.num_hidden_layers

@@ -1,0 +1,60 @@
+"""The token ids of a batch, in one buffer that grows rarely."""
+
+from __future__ import annotations
+
+import torch
+
+
+class TokenBuffer:
+    """
+    The rows' ids: the padded prompt, what was committed, and behind that the drafts under verification.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(rows, prompt length)`): as `generate()` prepared them.
+
+    Attributes:
+        ids (`torch.LongTensor` of shape `(rows, capacity)`): past a row's length and draft there are valid, meaningless ids.
+        lengths (`list[int]`): committed tokens of each row, the padded prompt included.
+    """
+
+    GROWTH = 512
+
+    def __init__(self, input_ids: torch.Tensor):
+        rows, self.prompt_length = input_ids.shape
+        self.lengths = [self.prompt_length] * rows
+        self.ids = torch.nn.functional.pad(input_ids, (0, self.GROWTH))
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` tokens a row."""
+        if length > self.ids.shape[1]:
+            self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1] + self.ids.shape[1] // 2 + self.GROWTH))
+
+    def prefix(self, row: int) -> torch.Tensor:
+        """The committed ids of a row, `(1, length)`: a view."""
+        return self.ids[row : row + 1, : self.lengths[row]]
+
+    def write_draft(self, row: int, draft: list[int]) -> None:
+        """Puts a draft behind the committed tokens."""
+        start = self.lengths[row]
+        self.reserve(start + len(draft) + 1)
+        if draft:
+            self.ids[row, start : start + len(draft)] = torch.tensor(draft, dtype=self.ids.dtype)
+
+    def append(self, row: int, token: int, in_place: bool) -> None:
+        """Commits one token; `in_place` if the draft already put it there."""
+        position = self.lengths[row]
+        if not in_place:
+            self.reserve(position + 1)
+            self.ids[row, position] = token
+        self.lengths[row] = position + 1
+
+    def pad(self, pad_token_id: int) -> None:
+        """Fills the rows that ended early up to the longest."""
+        longest = max(self.lengths)
+        for row, length in enumerate(self.lengths):
+            if length < longest:
+                self.ids[row, length:longest] = pad_token_id
+
+    def sequences(self) -> torch.Tensor:
+        """`(rows, longest)`, a tensor of its own."""
+        return self.ids[:, : max(self.lengths)].clone()
