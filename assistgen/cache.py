@@ -201,5 +201,6 @@ class RowCache(Cache):
         """The source cache again, holding `length` slots of every row."""
         for layer, mine in zip(self.source.layers, self.layers, strict=True):
             first = max(0, length - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
-            compat.load_window(layer, *mine.window(first, length), length)
+            keys, values = mine.window(first, length)
+            compat.load_window(layer, keys, values, length)
         return self.source

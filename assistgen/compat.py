@@ -92,9 +92,14 @@ def recording_past(cache: Any) -> Iterator[None]:
             layer.record_past = record_past
 
 
-def length_of(cache: Any) -> int:
-    """Cached tokens. A static layer answers with a tensor."""
-    return int(cache.get_seq_length())
+def length_of(cache: Any, default: int = 0) -> int:
+    """Cached tokens (a static layer answers with a tensor); `default` for a cache that has no such thing, as recurrent layers."""
+    if why_no_roll_back(cache) is not None and not isinstance(cache, Cache):
+        return default
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return default
 
 
 def load_window(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,24 @@ NOT_YET = {
 """Reserved keys, and the feature that each waits for."""
 
 WITHOUT_MEANING = frozenset(
-    "draft_tensor_parallel_size quantization moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision "
-    "enforce_eager disable_padded_drafter_batch disable_eagle_block_drop use_local_argmax_reduction parallel_drafting "
-    "enable_adaptive_verification dspark_draft_topk disable_by_batch_size".split()
+    [
+        "draft_tensor_parallel_size",
+        "quantization",
+        "moe_backend",
+        "attention_backend",
+        "kv_cache_dtype",
+        "max_model_len",
+        "revision",
+        "code_revision",
+        "enforce_eager",
+        "disable_padded_drafter_batch",
+        "disable_eagle_block_drop",
+        "use_local_argmax_reduction",
+        "parallel_drafting",
+        "enable_adaptive_verification",
+        "dspark_draft_topk",
+        "disable_by_batch_size",
+    ]
 )
 """vLLM keys about its own engine: accepted, with one info line."""
 
@@ -102,6 +117,13 @@ class SpeculationConfig:
         object.__setattr__(self, "prompt_lookup_max", high)
         if self.depth not in DEPTHS:
             raise ValueError(f"`depth` must be one of {', '.join(DEPTHS)}, got {self.depth!r}.")
+
+    @property
+    def ngram_sizes(self) -> tuple[int, int]:
+        """The shortest and the longest n-gram that is looked up."""
+        assert self.prompt_lookup_min is not None
+        assert self.prompt_lookup_max is not None
+        return self.prompt_lookup_min, self.prompt_lookup_max
 
     @property
     def max_draft_tokens(self) -> int:

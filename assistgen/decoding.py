@@ -148,11 +148,12 @@ class Decoding:
             self.finish(completed)
 
     def _running(self) -> list[Row]:
-        """Rows that still need tokens: those not done, and without padding also the done ones that the others have overtaken."""
-        if all(row.done for row in self.rows) and (self._pads or len({len(row.output) for row in self.rows}) == 1):
-            return []
-        longest = max(len(row.output) for row in self.rows)
-        return [row for row in self.rows if not row.done or (not self._pads and len(row.output) < longest)]
+        """The rows that need tokens: those not done; and then, where nothing pads them, the done ones until all are equally long."""
+        running = [row for row in self.rows if not row.done]
+        if not running and not self._pads:
+            longest = max(len(row.output) for row in self.rows)
+            running = [row for row in self.rows if len(row.output) < longest]
+        return running
 
     def _suspend(self) -> Iterator[None]:
         """Time in which the caller has the round's tokens isn't ours."""

@@ -138,7 +138,7 @@ POSITIONAL = ("generation_config", "logits_processor", "stopping_criteria", "pre
 
 def disable(model: Any) -> None:
     """Restores the `generate` that `enable` replaced. Does nothing if the model isn't enabled."""
-    function = getattr(vars(model).get("generate"), "__func__", None)
+    function: Any = getattr(vars(model).get("generate"), "__func__", None)
     if not hasattr(function, "replaced"):
         return
     if function.replaced is None:
@@ -172,9 +172,7 @@ def stream(
         raise ValueError("`streamer` and stream() exclude each other: iterate over stream(), or pass `streamer` to generate().")
     started: list[tuple[Decoding, Callable[[Any], Any]]] = []
     kwargs["return_dict_in_generate"] = True
-    _generate(
-        model, inputs, speculation, asked=True, default=None, tokenizer=tokenizer, run=lambda *call: started.append(call), **kwargs
-    )
+    _generate(model, inputs, speculation, asked=True, default=None, tokenizer=tokenizer, run=lambda *call: started.append(call), **kwargs)
     return SpeculationStream(started[0][0], tokenizer, skip_special_tokens, started[0][1])
 
 
@@ -264,7 +262,13 @@ def _generate(
         else:
             returns_cache = generation_config.return_dict_in_generate or _is_users(model_kwargs.get(compat.CACHE), kwargs)
             target = ManyRows(
-                model, tokens, generation_config, model_kwargs, returns_cache=returns_cache, max_slots=generation_config.max_length
+                model,
+                tokens,
+                generation_config,
+                model_kwargs,
+                returns_cache=returns_cache,
+                rows_come_back=not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria),
+                max_slots=generation_config.max_length,
             )
             processors = row_processors(
                 model, generation_config, input_ids, inputs_tensor, user_processors, kwargs.get("prefix_allowed_tokens_fn"), model_kwargs

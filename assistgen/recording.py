@@ -58,9 +58,7 @@ class Recorder:
     def records_states(self) -> bool:
         return bool(self._fields)
 
-    def record_states(
-        self, row: int, outputs: Any, slot: int, position: int | None, width: int, visible: int, cache: Any
-    ) -> None:
+    def record_states(self, row: int, outputs: Any, slot: int, position: int | None, width: int, visible: int, cache: Any) -> None:
         """
         The states behind one committed token.
 
@@ -83,7 +81,11 @@ class Recorder:
                 elif name.endswith("hidden_states"):
                     part.append(states[slot : slot + 1, position : position + 1].clone())
                 else:
-                    keys = slice(None) if name == "cross_attentions" else self._keys(i, states.shape[-1] - (width - 1 - position), visible, cache)
+                    keys = (
+                        slice(None)
+                        if name == "cross_attentions"
+                        else self._keys(i, states.shape[-1] - (width - 1 - position), visible, cache)
+                    )
                     part.append(states[slot : slot + 1, :, position : position + 1, keys].clone())
             self._states[name][row].append(tuple(part))
 

@@ -80,8 +80,8 @@ class Speculator:
             from .drafters.candidates import CandidateGeneratorDrafter
 
             return CandidateGeneratorDrafter(self._generator, device)
-        assert self.config is not None and self.config.prompt_lookup_min is not None and self.config.prompt_lookup_max is not None
-        return NGramDrafter(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
+        assert self.config is not None
+        return NGramDrafter(*self.config.ngram_sizes)
 
     def add(self, stats: SpeculationStats) -> None:
         """Adds a finished call to the totals."""

@@ -49,11 +49,9 @@ class Target(ABC):
         """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
         chunk = self.generation_config.prefill_chunk_size
         outputs = self.model._prefill(self.tokens.ids[:, : self.tokens.prompt_length], self.generation_config, self.model_kwargs)
-        for name in compat.CACHE_NAMES:
-            if getattr(outputs, name, None) is not None:
-                self.model_kwargs[compat.CACHE] = getattr(outputs, name)
-        if self.cache is not None:
-            self.cached = compat.length_of(self.cache)
+        if compat.CACHE in outputs:
+            self.model_kwargs[compat.CACHE] = outputs[compat.CACHE]
+        self.cached = compat.length_of(self.cache, default=self.tokens.prompt_length)
         self.forwards += 1 if chunk is None else -(-self.tokens.prompt_length // chunk)
         self._switched.enter_context(self.model._optimize_model_for_decode())
         return outputs
@@ -148,13 +146,21 @@ class OneRow(Target):
 
 
 class ManyRows(Target):
-    """Rows that advance on their own in a `RowCache`. A row that is done leaves the batch and costs nothing."""
+    """
+    Rows that advance on their own in a `RowCache`. A row that is done leaves the batch and costs nothing.
+
+    Args:
+        returns_cache (`bool`): the cache is the user's, before or after the call.
+        rows_come_back (`bool`): a row that left may have to go on.
+        max_slots (`int`): the most slots that a row will have.
+    """
 
     MAX_WIDTH = 32
 
-    def __init__(self, *args: Any, returns_cache: bool, max_slots: int, **kwargs: Any):
+    def __init__(self, *args: Any, returns_cache: bool, rows_come_back: bool, max_slots: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.returns_cache = returns_cache
+        self.needs_all_rows = returns_cache or rows_come_back
         self.max_slots = max_slots
         self._rows: list[int] = list(range(len(self.tokens.lengths)))
         self._row_cache: RowCache | None = None
@@ -198,7 +204,9 @@ class ManyRows(Target):
         tokens, cache, device = self.tokens, self._row_cache, self.tokens.ids.device
         assert cache is not None
         if rows != self._rows:
-            cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.returns_cache)
+            if not set(rows) <= set(self._rows):
+                self._rejoin()
+            cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.needs_all_rows)
             self._rows = list(rows)
         width, longest = max(drafted) + 1, max(tokens.lengths[row] for row in rows)
         tokens.reserve(longest + width)
@@ -231,6 +239,11 @@ class ManyRows(Target):
             masks[kind] = mask
         return masks if self._masks_by_kind else next(iter(masks.values()))
 
+    def _rejoin(self) -> None:
+        assert self._row_cache is not None
+        self._row_cache.rejoin(self._rows)
+        self._rows = list(range(len(self.tokens.lengths)))
+
     def roll_back(self) -> None:
         """Nothing to do: the next forward writes behind the rows' committed lengths."""
 
@@ -239,8 +252,7 @@ class ManyRows(Target):
         if cache is None or not self.returns_cache:
             self._switched.close()
             return None if cache is not None else self.cache
-        cache.rejoin(self._rows)
-        self._rows = list(range(len(tokens.lengths)))
+        self._rejoin()
         # generate() feeds padding to rows that have ended, so the cache that it returns holds it: written here, in a few forwards.
         longest = max(tokens.lengths)
         while (behind := longest - min(tokens.lengths)) > 0:

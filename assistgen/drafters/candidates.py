@@ -32,11 +32,10 @@ class NGramCandidateGenerator(CandidateGenerator):
         prompt_lookup_max: int | None = None,
         max_length: int | None = None,
     ):
-        config = SpeculationConfig("ngram", num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)  # the checks
-        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+        config = SpeculationConfig("ngram", num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)  # checks them
         self.num_speculative_tokens = num_speculative_tokens
         self.max_length = max_length
-        self._sizes = (config.prompt_lookup_min, config.prompt_lookup_max)
+        self._sizes = config.ngram_sizes
         self._index = NGramIndex(*self._sizes)
         self._seen: torch.Tensor | None = None
 
@@ -57,7 +56,7 @@ class NGramCandidateGenerator(CandidateGenerator):
         draft = self._index.propose(room).tokens if room > 0 else []
         if not draft:
             return input_ids, None
-        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1), None  # type: ignore[return-value]
+        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1), None
 
     def _take_in(self, input_ids: torch.Tensor) -> None:
         seen = self._seen
@@ -99,7 +98,7 @@ class CandidateGeneratorDrafter(Drafter):
         self._ids = torch.tensor([rows[0]], device=self._device)
 
     def propose(self, row: int, max_tokens: int) -> Draft:
-        candidates, _ = self._generator.get_candidates(self._ids)  # type: ignore[arg-type]
+        candidates, _ = self._generator.get_candidates(self._ids)
         length = self._ids.shape[1]
         if candidates.shape[0] != 1 or candidates.shape[1] < length:
             raise ValueError(f"get_candidates returned shape {tuple(candidates.shape)} for ids of shape {tuple(self._ids.shape)}")
@@ -113,5 +112,5 @@ class CandidateGeneratorDrafter(Drafter):
             matches += 1
         # The generators of transformers read from the scores only how many positions were verified.
         verified = torch.empty(1, len(self._drafted) + 1, 0)
-        self._generator.update_candidate_strategy(self._ids, verified, matches)  # type: ignore[arg-type]
+        self._generator.update_candidate_strategy(self._ids, verified, matches)
         self._drafted = []

@@ -1,0 +1,71 @@
+"""Drafters that know what the target will say, so that tests can force acceptance where they want it."""
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from assistgen import Speculator
+from assistgen.drafters.base import Draft, Drafter
+
+
+class OracleGenerator(CandidateGenerator):
+    """
+    Drafts the known continuation, `depth` tokens at a time; `right(position)` says where it tells the truth.
+
+    Args:
+        truth: `(1, length)` ids, prompt included.
+    """
+
+    requires_model_outputs = False
+
+    def __init__(self, truth, depth=6, right=lambda position: True):
+        self.truth = truth[0].tolist()
+        self.depth = depth
+        self.right = right
+        self.matches = []
+
+    def get_candidates(self, input_ids, **kwargs):
+        length = input_ids.shape[1]
+        draft = self.truth[length : length + self.depth]
+        draft = [token if self.right(length + i) else (token + 1) % 70 + 2 for i, token in enumerate(draft)]
+        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1) if draft else input_ids, None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.matches.append(num_matches)
+
+
+class OracleDrafter(Drafter):
+    """The same for a batch: `truths[row]` is the row's continuation, or `None` for a row that gets wrong drafts."""
+
+    name = "oracle"
+    constant_depth = True
+
+    def __init__(self, truths, depth=5):
+        self.truths = truths
+        self.depth = depth
+
+    def begin(self, rows):
+        self.said = [1 for _ in rows]  # the first token is out
+
+    def propose(self, row, max_tokens):
+        truth = self.truths[row]
+        depth = min(self.depth, max_tokens)
+        if truth is None:
+            return Draft([3] * depth)
+        return Draft(truth[self.said[row] : self.said[row] + depth])
+
+    def commit(self, row, tokens):
+        self.said[row] += len(tokens)
+
+
+class OracleSpeculator(Speculator):
+    def __init__(self, truths, depth=5):
+        super().__init__("ngram")
+        self.truths, self.depth = truths, depth
+
+    def drafter(self, device):
+        return OracleDrafter(self.truths, self.depth)
+
+
+def constant(**keys):
+    """The n-gram drafter with every draft verified, so that a test doesn't depend on measured times."""
+    return {"method": "ngram", "depth": "constant", **keys}
