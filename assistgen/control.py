@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 from .drafters.base import Draft
@@ -20,7 +20,7 @@ class ForwardCosts:
     Seconds that one target forward takes, by the number of rows and by its width (tokens per row), as measured in this process.
 
     The curve is not monotone (two tokens can cost less than one, or twice as much), so nothing is assumed about it: a width that was
-    never measured is taken to cost what the nearest measured ones do, and an old measurement fades, so that it is made again.
+    never measured is taken to lie between the nearest measured ones, and an old measurement fades, so that it is made again.
     """
 
     SAMPLES = 9
@@ -28,45 +28,60 @@ class ForwardCosts:
     """Forwards after which a measurement counts half."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._last: dict[tuple[int, int], int] = {}
+        self._shapes: dict[int, dict[int, _Shape]] = {}  # rows -> width -> what was measured
         self._forwards = 0
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         self._forwards += 1
-        key = (rows, width)
-        if key not in self._samples:
-            # The first forward of a new shape pays for the kernel's set-up, so it would tell the wrong cost for a long time.
-            self._samples[key] = deque(maxlen=self.SAMPLES)
-            self._last[key] = self._forwards
+        widths = self._shapes.setdefault(rows, {})
+        shape = widths.get(width)
+        if shape is None:
+            shape = widths[width] = _Shape(deque(maxlen=self.SAMPLES))
             if width > 1:
-                return
-        self._samples[key].append(seconds)
-        self._last[key] = self._forwards
+                return  # the first forward of a new shape pays for the kernels' set-up, and would mislead for a long time
+        shape.samples.append(seconds)
+        shape.typical = sorted(shape.samples)[len(shape.samples) // 2]
+        shape.last = self._forwards
 
     def curve(self, rows: int, max_width: int) -> list[float] | None:
         """
         Returns:
-            `list[float]`, *optional*: estimated seconds for the widths 1 … `max_width`; `None` as long as nothing was measured.
+            `list[float]`, *optional*: estimated seconds for the widths 1 … `max_width`; `None` as long as no plain step was measured.
         """
-        known = {width: samples for (r, width), samples in self._samples.items() if r == rows and samples}
-        if not known:
+        known = sorted((width, shape) for width, shape in self._shapes.get(rows, {}).items() if shape.samples)
+        if not known or known[0][0] != 1:
             return None
-        plain = median(known[1]) if 1 in known else min(median(samples) for samples in known.values())
-        measured: dict[int, float] = {}
-        for width, samples in known.items():
-            # Half a measurement of "costs no more than a plain step" is mixed in: hope that fades with evidence, and comes back with age.
-            age = self._forwards - self._last[rows, width]
-            weight = len(samples) * 0.5 ** (age / self.HALF_LIFE) if width > 1 else float("inf")
-            measured[width] = plain if weight == float("inf") else (weight * median(samples) + 0.5 * plain) / (weight + 0.5)
-        widths = sorted(measured)
-        costs = []
-        for width in range(1, max_width + 1):
-            below = max((w for w in widths if w <= width), default=widths[0])
-            above = min((w for w in widths if w >= width), default=widths[-1])
-            share = (width - below) / (above - below) if above > below else 0.0
-            costs.append(measured[below] * (1 - share) + measured[above] * share)
-        return costs
+        plain = known[0][1].typical
+        curve: list[float] = []
+        for width, shape in known:
+            cost = shape.typical
+            if width > 1:
+                # Half a measurement of "costs no more than a plain step" is mixed in: hope that fades with evidence, and returns with age.
+                weight = len(shape.samples) * 0.5 ** ((self._forwards - shape.last) / self.HALF_LIFE)
+                cost = (weight * cost + 0.5 * plain) / (weight + 0.5)
+            before, reached = (curve[-1], len(curve)) if curve else (cost, 0)
+            gap = width - reached
+            curve += [before + (cost - before) * step / gap for step in range(1, gap + 1)]
+            if width >= max_width:
+                break
+        curve += [curve[-1]] * (max_width - len(curve))
+        return curve[:max_width]
+
+    def to_dict(self) -> dict[str, float]:
+        """Typical seconds by "rows×width"."""
+        return {
+            f"{rows}×{width}": shape.typical for rows, widths in self._shapes.items() for width, shape in widths.items() if shape.samples
+        }
+
+
+@dataclass
+class _Shape:
+    samples: deque[float]
+    typical: float = 0.0  # their median
+    last: int = 0  # the forward that measured it last
+
+    def __lt__(self, other: _Shape) -> bool:  # for sorting beside the width, which is unique
+        return False
 
 
 class AcceptanceRates:
@@ -142,7 +157,7 @@ class DepthController:
         with self._lock:
             curve = costs.curve(len(drafts), deepest + 1)
             if curve is None:
-                return deepest
+                return 0  # what a plain step costs has to be known first
             gains = [0.0] * (deepest + 1)
             for draft in drafts:
                 expected = self.rates.expected(drafter, draft.evidence, len(draft.tokens))

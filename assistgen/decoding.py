@@ -256,37 +256,43 @@ class Decoding:
         width = max(len(draft.tokens) for draft in drafts) + 1
         logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
         choices = logits.argmax(-1).tolist() if self._vectorised else None
+        recorder = self.recorder
         for slot, (row, draft) in enumerate(zip(running, drafts, strict=True)):
-            for position in range(len(draft.tokens) + 1):
-                raw = logits[slot : slot + 1, position]  # (1, vocab)
-                if choices is not None:
-                    scores, token = raw, choices[slot][position]
-                else:
-                    scores = row.processors(self.tokens.prefix(row.number), raw)
-                    token = self._select(scores)
-                accepted = position < len(draft.tokens) and token == draft.tokens[position]
-                self.recorder.record_distribution(row.number, raw, scores)
-                if self.recorder.records_states:
-                    self.recorder.record_states(
-                        row.number, outputs, slot, None if prefill else position, width,
-                        self.target.cached + len(row.output), self.target.cache,
-                    )  # fmt: skip
-                self._commit(row, token, position + 1 if accepted else 0)
-                if row.done or not accepted:
-                    break
+            accepted = 0
+            try:
+                for position in range(len(draft.tokens) + 1):
+                    if choices is not None:
+                        token = choices[slot][position]
+                    else:
+                        raw = logits[slot : slot + 1, position]  # (1, vocab)
+                        scores = row.processors(self.tokens.prefix(row.number), raw)
+                        token = self._select(scores)
+                    if recorder.records_distributions:
+                        raw = logits[slot : slot + 1, position]
+                        recorder.record_distribution(row.number, raw, raw if choices is not None else scores)
+                    if recorder.records_states:
+                        visible = self.target.cached + len(row.output)
+                        at = None if prefill else position
+                        recorder.record_states(row.number, outputs, slot, at, width, visible, self.target.cache)
+                    matches = position < len(draft.tokens) and token == draft.tokens[position]
+                    accepted += matches
+                    self._commit(row, token, in_place=matches)
+                    if row.done or not matches:
+                        break
+            finally:
+                row.sources += [self.drafter.name if self.drafter else ""] * accepted + [TARGET] * (len(row.fresh) - accepted)
+                self.stats.count_tokens(row.number, len(row.fresh), accepted)
 
     def _select(self, scores: torch.Tensor) -> int:
         if self._do_sample:
             return int(torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1))
         return int(torch.argmax(scores, dim=-1))
 
-    def _commit(self, row: Row, token: int, draft_position: int) -> None:
-        """One more token of the row; `draft_position` counts from 1, 0 is the target's own token."""
-        self.tokens.append(row.number, token, in_place=draft_position > 0)
+    def _commit(self, row: Row, token: int, in_place: bool) -> None:
+        """One more token of the row, and whether it is the last; `in_place`: as drafted, so it is in the buffer already."""
+        self.tokens.append(row.number, token, in_place)
         row.output.append(token)
         row.fresh.append(token)
-        row.sources.append(self.drafter.name if draft_position and self.drafter is not None else TARGET)
-        self.stats.count_token(row.number, draft_position)
         if row.done:
             return  # talks on only because the batch does
         stopped = len(row.criteria) > 0 and bool(row.criteria(self.tokens.prefix(row.number), self.recorder.row_scores(row.number)))

@@ -55,6 +55,10 @@ class Recorder:
         return tuple(self.scores[row]) if self.scores is not None else None
 
     @property
+    def records_distributions(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    @property
     def records_states(self) -> bool:
         return bool(self._fields)
 

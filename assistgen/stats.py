@@ -68,16 +68,16 @@ class SpeculationStats:
         self.rows[row].num_drafts += 1
         self.rows[row].num_draft_tokens += num_drafted
 
-    def count_token(self, row: int, position: int, sign: int = 1) -> None:
-        """A token enters row `row`: the target's own (`position` 0) or the draft's `position`-th. `sign=-1` takes it back."""
-        self.num_tokens += sign
-        self.rows[row].num_tokens += sign
-        if position:
-            self.num_accepted_tokens += sign
-            self.rows[row].num_accepted_tokens += sign
-            per_position = self.num_accepted_tokens_per_pos
-            per_position.extend([0] * (position - len(per_position)))
-            per_position[position - 1] += sign
+    def count_tokens(self, row: int, num_tokens: int, num_accepted: int) -> None:
+        """`num_tokens` more tokens of row `row`, the first `num_accepted` of them from its draft."""
+        self.num_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        self.rows[row].num_tokens += num_tokens
+        self.rows[row].num_accepted_tokens += num_accepted
+        per_position = self.num_accepted_tokens_per_pos
+        per_position.extend([0] * (num_accepted - len(per_position)))
+        for position in range(num_accepted):
+            per_position[position] += 1
 
     def count_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

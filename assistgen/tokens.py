@@ -36,8 +36,8 @@ class TokenBuffer:
     def write_draft(self, row: int, draft: list[int]) -> None:
         """Puts a draft behind the committed tokens."""
         start = self.lengths[row]
-        self.reserve(start + len(draft) + 1)
         if draft:
+            self.reserve(start + len(draft))
             self.ids[row, start : start + len(draft)] = torch.tensor(draft, dtype=self.ids.dtype)
 
     def append(self, row: int, token: int, in_place: bool) -> None:

@@ -123,7 +123,7 @@ def test_second_turn_on_a_kept_cache(family, cache):
     assert total == 11 + stats.num_draft_tokens + stats.target_forwards - 1
 
 
-class count_tokens:  # noqa: N801
+class count_tokens:
     """Tokens that reach the target."""
 
     def __init__(self, model):

@@ -112,9 +112,8 @@ def test_enable_restores_what_was_there():
 
     marker = lambda *args, **kwargs: "mine"  # noqa: E731
     model.generate = marker
-    with assistgen.enable(model, "ngram"):
-        with assistgen.enable(model, {"method": "ngram"}):
-            assert torch.equal(model.generate(ids, **KW), output.sequences)
+    with assistgen.enable(model, "ngram"), assistgen.enable(model, {"method": "ngram"}):
+        assert torch.equal(model.generate(ids, **KW), output.sequences)
     assert model.generate is marker
 
 
