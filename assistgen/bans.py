@@ -26,21 +26,21 @@ class HardBans:
                 self._words.setdefault(word[-1], []).append(list(word[:-1]))
         self._reach = max((len(start) for starts in self._words.values() for start in starts), default=0)
 
-    def cut(self, prefix: torch.Tensor, draft: list[int]) -> list[int]:
+    def allowed(self, prefix: torch.Tensor, draft: list[int]) -> int:
         """
-        The draft up to the first banned token.
+        How many tokens of a draft come before the first banned one.
 
         Args:
             prefix (`torch.LongTensor` of shape `(length,)`): the row's committed ids.
             draft (`list[int]`): what is to follow them.
         """
         if not self._tokens and not self._words:
-            return draft
+            return len(draft)
         context = prefix[-self._reach :].tolist() if self._reach else []
         for position, token in enumerate(draft):
             if token in self._tokens:
-                return draft[:position]
+                return position
             before = context + draft[:position]
             if any(before[-len(start) :] == start for start in self._words.get(token, ())):
-                return draft[:position]
-        return draft
+                return position
+        return len(draft)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
 ALIASES = {"prompt_lookup": "ngram"}
-AVAILABLE = ("ngram",)
+AVAILABLE = ("ngram", "draft_model")
 """Methods that can be asked for today; the others say that they are not available yet."""
 
 NOT_YET = {
@@ -27,13 +27,7 @@ NOT_YET = {
     "suffix_decoding_max_spec_factor": "suffix",
     "suffix_decoding_min_token_prob": "suffix",
     "store": "suffix",
-    "model": "draft_model",
-    "use_heterogeneous_vocab": "draft_model",
-    "draft_sample_method": "draft_model",
-    "rejection_sample_method": "draft_model",
-    "draft_temperature": "draft_model",
-    "draft_confidence_threshold": "draft_model",
-    "drafters": "draft_model",
+    "use_heterogeneous_vocab": "drafts with a foreign tokenizer",
     "lookup_ids": "inputs_embeds prompts",
     "num_speculative_tokens_per_batch_size": "the control of depth by load",
     "min_acceptance": "the control of depth by load",
@@ -67,7 +61,11 @@ WITHOUT_MEANING = frozenset(
 LOSSY = frozenset({"synthetic_acceptance_rates", "synthetic_acceptance_length", "assistant_ensemble_weight"})
 """Keys that would change what the target says: refused."""
 
-DEPTHS = ("adaptive", "constant")
+CHOICES = {
+    "depth": ("adaptive", "constant"),
+    "draft_sample_method": ("greedy", "probabilistic"),
+    "rejection_sample_method": ("standard", "block"),
+}
 
 
 @dataclass(frozen=True)
@@ -76,22 +74,39 @@ class SpeculationConfig:
     How to speculate. Frozen; a wrong value raises a `ValueError` or `TypeError` that names the key.
 
     Args:
-        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`).
+        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`) or `"draft_model"`.
+        model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). It must have
+            the target's tokenizer; padded vocabularies are fine.
         num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
-            most 16 tokens wide.
+            most 16 tokens wide; 8 for a draft model.
         prompt_lookup_min (`int`, *optional*): shortest n-gram that is looked up, in tokens. `None`: 2 (or `prompt_lookup_max` if
             that is smaller).
         prompt_lookup_max (`int`, *optional*): longest n-gram that is looked up, in tokens. `None`: 5 (or `prompt_lookup_min` if
             that is larger).
         depth (`str`, defaults to `"adaptive"`): `"adaptive"` verifies as many drafted tokens as are expected to pay, none included;
             `"constant"` verifies every drafted token.
+        draft_sample_method (`str`, defaults to `"greedy"`): when sampling, `"greedy"` drafts the draft model's likeliest token (with the
+            same seed the text is plain decoding's); `"probabilistic"` draws from its distribution, which is accepted more often.
+        rejection_sample_method (`str`, defaults to `"standard"`): for probabilistic drafts, token by token, or `"block"` (block
+            verification, arXiv 2403.10444), which accepts at least as many. Both are lossless.
+        draft_temperature (`float`, *optional*): of probabilistic drafts. `None`: the target's.
+        draft_confidence_threshold (`float`, *optional*): a draft ends before a token that the draft model gives a lower probability.
+            `None`: as long as drafting on is expected to pay.
+        drafters (`list`, *optional*): several drafters as one, each a method name or a dict with these keys; the earlier ones are asked
+            first, a draft model only where their drafts promise less. In place of `method`.
     """
 
     method: str = "ngram"
+    model: Any = None
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     depth: str = "adaptive"
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    draft_temperature: float | None = None
+    draft_confidence_threshold: float | None = None
+    drafters: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -115,8 +130,31 @@ class SpeculationConfig:
             high = max(5, low)
         object.__setattr__(self, "prompt_lookup_min", low)
         object.__setattr__(self, "prompt_lookup_max", high)
-        if self.depth not in DEPTHS:
-            raise ValueError(f"`depth` must be one of {', '.join(DEPTHS)}, got {self.depth!r}.")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        _check_number("draft_temperature", self.draft_temperature, 0.0, float("inf"), "larger than 0")
+        _check_number("draft_confidence_threshold", self.draft_confidence_threshold, 0.0, 1.0, "between 0 and 1", inclusive=True)
+        if self.drafters is not None:
+            self._check_chain()
+        elif method == "draft_model" and self.model is None:
+            raise ValueError("`method='draft_model'` needs `model=`: the draft model, its folder or its hub id.")
+        elif method != "draft_model" and self.model is not None:
+            raise ValueError(f"`model` doesn't go with `method={method!r}`. Use `method='draft_model'`, or `drafters=` for several.")
+
+    def _check_chain(self) -> None:
+        if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence) or not self.drafters:
+            raise TypeError("`drafters` must be a list of method names or dicts, the first asked first.")
+        if self.model is not None:
+            raise ValueError("`model` goes into the draft model's own entry of `drafters`.")
+        chain = [SpeculationConfig.of(entry) for entry in self.drafters]
+        if any(entry.drafters is not None for entry in chain):
+            raise ValueError("`drafters` can't hold another chain.")
+        if sum(entry.method == "draft_model" for entry in chain) > 1 or any(entry.method == "draft_model" for entry in chain[:-1]):
+            raise ValueError("`drafters` takes one draft model, in the last place: the others cost nothing, so they are asked first.")
+        object.__setattr__(self, "drafters", tuple(chain))
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", max(entry.max_draft_tokens for entry in chain))
 
     @property
     def ngram_sizes(self) -> tuple[int, int]:
@@ -128,7 +166,20 @@ class SpeculationConfig:
     @property
     def max_draft_tokens(self) -> int:
         """The most tokens drafted in a round."""
-        return 15 if self.num_speculative_tokens is None else self.num_speculative_tokens
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return 8 if self.method == "draft_model" else 15
+
+    @classmethod
+    def of(cls, value: Any) -> SpeculationConfig:
+        """From a method name, a dict or a config."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(method=value)
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise TypeError(f"expected a method name, a dict or a SpeculationConfig, got {type(value).__name__}.")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculationConfig:
@@ -141,10 +192,12 @@ class SpeculationConfig:
         """
         fields = {field.name for field in dataclasses.fields(cls)}
         # The method first: asking for one that isn't there yet is the clearer message than one of its keys.
-        if "method" in values and len(values) > 1:
+        if "method" in values and values["method"] != "draft_model":
             cls(method=values["method"])
         kept, ignored = {}, []
         for key, value in values.items():
+            if key == "rejection_sample_method" and value == "synthetic":
+                raise ValueError("`rejection_sample_method='synthetic'` would change what the target model says. Leave it out.")
             if key in fields:
                 kept[key] = value
             elif key in WITHOUT_MEANING:
@@ -168,6 +221,15 @@ def _check_count(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} ({value!r}).")
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value}. Use `speculation=None` to switch speculation off.")
+
+
+def _check_number(name: str, value: Any, low: float, high: float, allowed: str, inclusive: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__} ({value!r}).")
+    if not (low <= value <= high if inclusive else low < value < high):
+        raise ValueError(f"`{name}` must be {allowed}, got {value}.")
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -86,9 +86,10 @@ class _Shape:
 
 class AcceptanceRates:
     """
-    The chance that a draft's i-th token is accepted when those before it were, by the drafter's evidence: decayed counts with a prior.
+    The chance that a drafted token is accepted when those before it were, by the drafter's evidence for it: decayed counts with a prior.
 
-    The prior of a position is the rate of the position before it, so a drafter that was right i times is expected to go on being right.
+    One piece of evidence may stand for a whole draft; then each position has a rate of its own, and its prior is the rate of the
+    position before it: a drafter that was right i times is expected to go on being right.
     """
 
     DECAY = 0.97
@@ -96,28 +97,35 @@ class AcceptanceRates:
     """How many observations the prior counts for."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, int], list[list[float]]] = {}  # (drafter, evidence) -> [reached, accepted] by position
+        # (source, evidence) -> [reached, accepted] by position after the one that the evidence belongs to
+        self._counts: dict[tuple[str, int], list[list[float]]] = {}
 
-    def observe(self, drafter: str, evidence: int, position: int, accepted: bool) -> None:
+    def observe(self, draft: Draft, position: int, accepted: bool) -> None:
         """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
-        counts = self._counts.setdefault((drafter, evidence), [])
-        while len(counts) <= position:
+        last = len(draft.evidence) - 1
+        counts = self._counts.setdefault((draft.source, draft.evidence[min(position, last)]), [])
+        place = max(0, position - last)
+        while len(counts) <= place:
             counts.append([0.0, 0.0])
-        reached = counts[position]
+        reached = counts[place]
         reached[0] = reached[0] * self.DECAY + 1.0
         reached[1] = reached[1] * self.DECAY + accepted
 
-    def expected(self, drafter: str, evidence: int, depth: int) -> list[float]:
+    def expected(self, source: str, evidence: Sequence[int], depth: int) -> list[float]:
         """
         Returns:
             `list[float]`: expected accepted tokens of drafts of 0, 1, …, `depth` tokens.
         """
-        counts = self._counts.get((drafter, evidence), ())
-        rate = min(0.3 + 0.1 * evidence, 0.9)
         reach, total, totals = 1.0, 0.0, [0.0]
+        last = len(evidence) - 1
+        rate = 0.0
         for position in range(depth):
-            if position < len(counts):
-                reached, accepted = counts[position]
+            if position <= last:
+                counts = self._counts.get((source, evidence[position]), ())
+                rate = min(0.3 + 0.1 * evidence[position], 0.9)
+            place = max(0, position - last)
+            if place < len(counts):
+                reached, accepted = counts[place]
                 rate = (accepted + self.STRENGTH * rate) / (reached + self.STRENGTH)
             reach *= rate
             total += reach
@@ -125,25 +133,56 @@ class AcceptanceRates:
         return totals
 
     def to_dict(self) -> dict[str, list[list[float]]]:
-        return {f"{drafter}/{evidence}": [list(c) for c in counts] for (drafter, evidence), counts in self._counts.items()}
+        return {f"{source}/{evidence}": [list(c) for c in counts] for (source, evidence), counts in self._counts.items()}
+
+
+@dataclass
+class _Paid:
+    """What is known of a drafter that costs time."""
+
+    seconds: deque[float]  # a drafted token's, recently
+    accepted: list[list[float]]  # [reached, accepted] by position, whatever the evidence
+    idle: int = 0  # rounds since it was used last
+    patience: int = 8  # rounds until it is tried again
+
+    @property
+    def typical(self) -> float:
+        return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
+
+    def tokens_per_second(self, curve: list[float], limit: int) -> float:
+        """The best over depths 1 … limit, a row; `curve`: what a forward of each width costs."""
+        gain, rate, reach, best = 1.0, 0.7, 1.0, 0.0
+        for position in range(limit):
+            if position < len(self.accepted):
+                reached, accepted = self.accepted[position]
+                rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
+            reach *= rate
+            gain += reach
+            best = max(best, gain / (curve[position + 1] + (position + 1) * self.typical))
+        return best
 
 
 class DepthController:
     """
-    Chooses how many drafted tokens to verify. Lives in a `Speculator`; safe to share between threads.
+    Chooses how deep to draft and how many drafted tokens to verify. Lives in a `Speculator`; safe to share between threads.
 
     Args:
-        depth (`str`): `"adaptive"`, or `"constant"` to verify whatever was drafted.
+        depth (`str`): `"adaptive"`, or `"constant"` to draft and verify as much as allowed.
     """
 
     def __init__(self, depth: str = "adaptive"):
-        self.depth = depth
+        self.constant = depth == "constant"
         self.rates = AcceptanceRates()
-        self._lock = threading.Lock()
+        self._paid: dict[str, _Paid] = {}
+        self._lock = threading.RLock()
 
-    def trim(self, drafter: str, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
+    def plan(self, rows: int, costs: ForwardCosts) -> RoundPlan:
+        """What drafters may ask in a round of so many rows on a target with these costs."""
+        return RoundPlan(self, rows, costs)
+
+    def trim(self, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
         """
-        The depth k of this round.
+        How many drafted tokens to verify.
 
         Args:
             drafts (`Sequence[Draft]`): what was proposed, one for each running row.
@@ -152,7 +191,7 @@ class DepthController:
             `int`: 0 … length of the longest draft; longer drafts are to be cut to it.
         """
         deepest = max((len(draft.tokens) for draft in drafts), default=0)
-        if deepest == 0 or self.depth == "constant":
+        if deepest == 0 or self.constant:
             return deepest
         with self._lock:
             curve = costs.curve(len(drafts), deepest + 1)
@@ -160,20 +199,95 @@ class DepthController:
                 return 0  # what a plain step costs has to be known first
             gains = [0.0] * (deepest + 1)
             for draft in drafts:
-                expected = self.rates.expected(drafter, draft.evidence, len(draft.tokens))
+                expected = self.rates.expected(draft.source, draft.evidence, len(draft.tokens))
                 for k in range(deepest + 1):
                     gains[k] += 1.0 + expected[min(k, len(draft.tokens))]
         return max(range(deepest + 1), key=lambda k: gains[k] / curve[k])
 
-    def observe(self, drafter: str, evidence: int, position: int, accepted: bool) -> None:
-        """See `AcceptanceRates.observe`."""
+    def observe(self, draft: Draft, position: int, accepted: bool) -> None:
+        """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
         with self._lock:
-            self.rates.observe(drafter, evidence, position, accepted)
+            self.rates.observe(draft, position, accepted)
+            if draft.source in self._paid:
+                counts = self._paid[draft.source].accepted
+                while len(counts) <= position:
+                    counts.append([0.0, 0.0])
+                counts[position][0] = counts[position][0] * AcceptanceRates.DECAY + 1.0
+                counts[position][1] = counts[position][1] * AcceptanceRates.DECAY + accepted
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned, as plain values."""
         with self._lock:
-            return {"depth": self.depth, "acceptance": self.rates.to_dict()}
+            return {
+                "depth": "constant" if self.constant else "adaptive",
+                "acceptance": self.rates.to_dict(),
+                "draft_seconds": {source: paid.typical for source, paid in self._paid.items()},
+            }
+
+    def _known(self, source: str) -> _Paid:
+        return self._paid.setdefault(source, _Paid(deque(maxlen=32), []))
+
+
+class RoundPlan:
+    """One round's answers to drafters that cost time (the `Plan` of `assistgen.drafters.base`)."""
+
+    PROBE_DEPTH = 3
+    MAX_PATIENCE = 256
+
+    def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts):
+        self._controller, self._rows, self._costs = controller, rows, costs
+
+    def depth(self, source: str, limit: int) -> tuple[int, float]:
+        """
+        How deep to draft with a source that costs time.
+
+        It pays if the best of `(1 + E[accepted(k)]) / (verify(k + 1) + k · draft)` is more than a plain step's `1 / verify(1)`. A
+        source that doesn't is tried again after 8 rounds, then 16, 32 … 256.
+
+        Returns:
+            `tuple[int, float]`: the depth, and the chance below which a drafted token isn't worth another draft step.
+        """
+        controller = self._controller
+        if controller.constant or limit == 0:
+            return limit, 0.0
+        with controller._lock:
+            known = controller._known(source)
+            curve = self._costs.curve(self._rows, limit + 1)
+            if curve is None:
+                return 0, 0.0  # what a plain step costs has to be known first
+            best = known.tokens_per_second(curve, limit)
+            if best > 1.0 / curve[0]:
+                known.idle, known.patience = 0, 8
+                # Another step pays while the chance that its token counts, times what a token costs otherwise, covers the step.
+                return limit, min(0.9, known.typical * best)
+            known.idle += 1
+            if known.idle < known.patience:
+                return 0, 0.0
+            known.idle, known.patience = 0, min(2 * known.patience, self.MAX_PATIENCE)
+            return min(limit, self.PROBE_DEPTH), 0.0
+
+    def rate(self, source: str, evidence: int) -> float:
+        """The chance that a token with this evidence is accepted."""
+        with self._controller._lock:
+            return self._controller.rates.expected(source, (evidence,), 1)[1]
+
+    def spent(self, source: str, num_tokens: int, seconds: float) -> None:
+        """Drafting `num_tokens` tokens a row took `seconds`."""
+        with self._controller._lock:
+            self._controller._known(source).seconds.append(seconds / num_tokens)
+
+    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
+        """Whether a free draft in hand promises at least as many tokens per second as drafting with `source`."""
+        controller = self._controller
+        if not draft.tokens:
+            return False
+        with controller._lock:
+            curve = self._costs.curve(self._rows, max(limit, len(draft.tokens)) + 1)
+            if curve is None:
+                return True
+            expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
+            free = max((1.0 + gain) / curve[k] for k, gain in enumerate(expected))
+            return free >= controller._known(source).tokens_per_second(curve, limit)
 
 
 class ShadowedDraft:
@@ -184,10 +298,9 @@ class ShadowedDraft:
     controller learns when speculation starts to pay again without spending a forward on a trial.
     """
 
-    __slots__ = ("_drafter", "_draft", "_position")
+    __slots__ = ("_draft", "_position")
 
-    def __init__(self, drafter: str, draft: Draft):
-        self._drafter = drafter
+    def __init__(self, draft: Draft):
         self._draft = draft
         self._position = 0
 
@@ -198,7 +311,7 @@ class ShadowedDraft:
             if self._position == len(draft.tokens):
                 return False
             accepted = token == draft.tokens[self._position]
-            controller.observe(self._drafter, draft.evidence, self._position, accepted)
+            controller.observe(draft, self._position, accepted)
             self._position += 1
             if not accepted:
                 return False

@@ -1,15 +1,14 @@
 """The decode loop: draft, verify, accept, roll back, emit, observe.
 
 One loop for every drafter, one row or many, greedy or sampled. Source of the method: speculative decoding (Leviathan et al.,
-arXiv 2211.17192; Chen et al., arXiv 2302.01318). Drafts here are deterministic, so a token is drawn from the target's processed
-distribution at each position, in order, and compared with the draft: what is committed is what plain decoding would have said, with
-the same random numbers.
+arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .acceptance import Verdict
 from .bans import HardBans
 from .control import DepthController, ForwardCosts, ShadowedDraft
 from .drafters.base import Draft, Drafter
@@ -30,7 +30,7 @@ from .tokens import TokenBuffer
 logger = logging.getLogger(__name__)
 
 TARGET = "target"
-NOTHING = Draft([])
+NOTHING = Draft([], TARGET)
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Row:
     """Where each output token came from: `"target"` or the drafter's name."""
     fresh: list[int] = field(default_factory=list)
     """Output tokens of the present round."""
+    accepted: int = 0
+    """How many of them came from the draft."""
     done: bool = False
     shadows: list[ShadowedDraft] = field(default_factory=list)
 
@@ -60,6 +62,7 @@ class Decoding:
         rows (`list[Row]`): one for each sequence, with its processors and criteria.
         drafter (`Drafter`, *optional*): `None` decodes plainly.
         max_draft_tokens (`int`, *optional*): the most tokens drafted in a round.
+        judges_blocks (`bool`): probabilistic drafts are judged by block verification.
         controller (`DepthController`), costs (`ForwardCosts`): what the depth of a round is chosen by.
         generation_config (`GenerationConfig`): as `generate()` prepared it.
         stopping_criteria (`StoppingCriteriaList`): all of them, for the length and end-of-sequence tokens.
@@ -79,6 +82,7 @@ class Decoding:
         rows: list[Row],
         drafter: Drafter | None,
         max_draft_tokens: int | None,
+        judges_blocks: bool,
         controller: DepthController,
         costs: ForwardCosts,
         generation_config: Any,
@@ -93,7 +97,8 @@ class Decoding:
     ):
         self.target, self.tokens, self.rows = target, tokens, rows
         self.drafter, self.controller, self.costs = drafter, controller, costs
-        self.max_draft_tokens = max_draft_tokens
+        self._drafter_in_use = drafter  # to be ended even if it was given up
+        self.max_draft_tokens, self.judges_blocks = max_draft_tokens, judges_blocks
         self.recorder, self.streamer = recorder, streamer
         self.position_limit, self.vocab_size, self.prompt_tokens = position_limit, vocab_size, prompt_tokens
         self.stats = stats
@@ -118,8 +123,10 @@ class Decoding:
     def run(self) -> Iterator[None]:
         """The loop. Yields after each round, when what was committed has been streamed; closing it ends the call in good order."""
         completed = False
+        switched = ExitStack()
         try:
             outputs = self._prefill()
+            switched.enter_context(self.target.model._optimize_model_for_decode())
             try:
                 self._accept(self.rows, [NOTHING] * len(self.rows), outputs)
             finally:
@@ -135,16 +142,17 @@ class Decoding:
                 try:
                     self._accept(running, drafts, outputs)
                 finally:
-                    self.target.roll_back()
+                    self.target.roll_back([length - 1 for length in self.tokens.lengths])
                     self._emit()
                 del outputs
-                self._observe(running, proposals)
+                self._observe(running, proposals, drafts)
                 yield from self._suspend()
             completed = True
         except GeneratorExit:
             completed = True
             raise
         finally:
+            switched.close()
             self.finish(completed)
 
     def _running(self) -> list[Row]:
@@ -187,17 +195,21 @@ class Decoding:
         if self.drafter is None:
             return [NOTHING] * len(running)
         before = perf_counter()
+        rooms = [self._room(row) for row in running]
         try:
-            proposals = [self._propose(self.drafter, row) for row in running]
+            plan = self.controller.plan(len(running), self.costs)
+            proposals = self.drafter.propose([row.number for row in running], rooms, plan) if max(rooms) > 0 else []
+            proposals = [self._checked(row, draft, room) for row, draft, room in zip(running, proposals, rooms, strict=bool(proposals))]
         except Exception as error:
             self._give_up_drafting(error)
-            proposals = [NOTHING] * len(running)
+            proposals = []
         self.stats.draft_s += perf_counter() - before
-        return proposals
+        return proposals or [NOTHING] * len(running)
 
-    def _propose(self, drafter: Drafter, row: Row) -> Draft:
+    def _room(self, row: Row) -> int:
+        """How many tokens may be drafted: the target adds one itself, and positions must exist."""
         length = self.tokens.lengths[row.number]
-        room = self._max_length - length - 1  # the target adds a token itself
+        room = self._max_length - length - 1
         if row.done:
             room = max(len(other.output) for other in self.rows) - len(row.output) - 1
         position = length + self.target.cached - self.tokens.prompt_length
@@ -205,22 +217,20 @@ class Decoding:
             room = min(room, self.position_limit - position)
         if self.max_draft_tokens is not None:
             room = min(room, self.max_draft_tokens)
-        if room < 1:
-            return NOTHING
-        draft = drafter.propose(row.number, room)
-        if draft.tokens:
-            if min(draft.tokens) < 0 or max(draft.tokens) >= self.vocab_size:
-                raise ValueError(f"the drafter {drafter.name!r} proposed ids outside the target's vocabulary of {self.vocab_size}")
-            draft.tokens = self._bans.cut(self.tokens.prefix(row.number)[0], draft.tokens[:room])
-        return draft
+        return max(0, room)
+
+    def _checked(self, row: Row, draft: Draft, room: int) -> Draft:
+        if not draft.tokens:
+            return draft
+        if min(draft.tokens) < 0 or max(draft.tokens) >= self.vocab_size:
+            raise ValueError(f"{draft.source!r} drafted ids outside the target's vocabulary of {self.vocab_size}")
+        return draft.cut(self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens[:room]))
 
     def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> list[Draft]:
-        if self.drafter is None or not any(draft.tokens for draft in proposals):
-            return [NOTHING] * len(running)
-        if self.drafter.constant_depth:
+        if self.drafter is None or self.drafter.constant_depth:
             return proposals
-        depth = self.controller.trim(self.drafter.name, proposals, self.costs)
-        return [Draft(draft.tokens[:depth], draft.evidence) for draft in proposals]
+        depth = self.controller.trim(proposals, self.costs)
+        return [draft.cut(depth) for draft in proposals]
 
     def _give_up_drafting(self, error: Exception) -> None:
         """A drafter's fault never fails the call: it goes on plainly, and says why."""
@@ -252,21 +262,25 @@ class Decoding:
         """Walks each row's draft in order: every processor and criterion sees each committed prefix once, and no other."""
         prefill = not self.rows[0].output
         for row in self.rows:
-            row.fresh = []
+            row.fresh, row.accepted = [], 0
         width = max(len(draft.tokens) for draft in drafts) + 1
         logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
         choices = logits.argmax(-1).tolist() if self._vectorised else None
         recorder = self.recorder
         for slot, (row, draft) in enumerate(zip(running, drafts, strict=True)):
-            accepted = 0
+            judge = Verdict(draft, self._do_sample)
+            block = self._process_block(row, draft, logits[slot]) if judge.can_judge_block and self.judges_blocks else None
+            if block is not None:
+                judge.judge_block(block)
             try:
                 for position in range(len(draft.tokens) + 1):
                     if choices is not None:
                         token = choices[slot][position]
+                        matches = position < len(draft.tokens) and token == draft.tokens[position]
                     else:
                         raw = logits[slot : slot + 1, position]  # (1, vocab)
-                        scores = row.processors(self.tokens.prefix(row.number), raw)
-                        token = self._select(scores)
+                        scores = block[position][None] if block is not None else row.processors(self.tokens.prefix(row.number), raw)
+                        token, matches = judge.choose(position, scores)
                     if recorder.records_distributions:
                         raw = logits[slot : slot + 1, position]
                         recorder.record_distribution(row.number, raw, raw if choices is not None else scores)
@@ -274,19 +288,19 @@ class Decoding:
                         visible = self.target.cached + len(row.output)
                         at = None if prefill else position
                         recorder.record_states(row.number, outputs, slot, at, width, visible, self.target.cache)
-                    matches = position < len(draft.tokens) and token == draft.tokens[position]
-                    accepted += matches
+                    row.accepted += matches
                     self._commit(row, token, in_place=matches)
                     if row.done or not matches:
                         break
             finally:
-                row.sources += [self.drafter.name if self.drafter else ""] * accepted + [TARGET] * (len(row.fresh) - accepted)
-                self.stats.count_tokens(row.number, len(row.fresh), accepted)
+                row.sources += [draft.source] * row.accepted + [TARGET] * (len(row.fresh) - row.accepted)
+                self.stats.count_tokens(row.number, len(row.fresh), row.accepted)
 
-    def _select(self, scores: torch.Tensor) -> int:
-        if self._do_sample:
-            return int(torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1))
-        return int(torch.argmax(scores, dim=-1))
+    def _process_block(self, row: Row, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores at every position of a block, `(draft + 1, vocab)`; only transformers' own, stateless processors get here."""
+        start = self.tokens.lengths[row.number]
+        ids = self.tokens.ids[row.number : row.number + 1]
+        return torch.cat([row.processors(ids[:, : start + i], logits[i : i + 1].clone()) for i in range(len(draft.tokens) + 1)])
 
     def _commit(self, row: Row, token: int, in_place: bool) -> None:
         """One more token of the row, and whether it is the last; `in_place`: as drafted, so it is in the buffer already."""
@@ -331,15 +345,19 @@ class Decoding:
 
     # 7. observe
 
-    def _observe(self, running: list[Row], proposals: list[Draft]) -> None:
+    def _observe(self, running: list[Row], proposals: list[Draft], drafts: list[Draft]) -> None:
         drafter = self.drafter
         if drafter is None:
             return
         before = perf_counter()
         try:
-            for row, proposal in zip(running, proposals, strict=True):
-                if proposal.tokens and not drafter.constant_depth:
-                    row.shadows.append(ShadowedDraft(drafter.name, proposal))
+            for row, proposal, draft in zip(running, proposals, drafts, strict=True):
+                if drafter.is_free and not drafter.constant_depth and proposal.tokens:
+                    row.shadows.append(ShadowedDraft(proposal))
+                elif not drafter.is_free:
+                    for position in range(min(row.accepted + 1, len(draft.tokens))):
+                        if position < row.accepted or not row.done:
+                            self.controller.observe(draft, position, position < row.accepted)
                 row.shadows = [shadow for shadow in row.shadows if shadow.follow(row.fresh, self.controller)]
                 drafter.commit(row.number, row.fresh)
         except Exception as error:
@@ -358,6 +376,9 @@ class Decoding:
             if completed:
                 self.output = self.recorder.output(sequences, cache)
         finally:
+            if self._drafter_in_use is not None:
+                self._drafter_in_use.end()
+                self.stats.draft_forwards = self._drafter_in_use.num_forwards
             self.stats.target_forwards = self.target.forwards
             total = perf_counter() - self._start - self._suspended
             self.stats.other_s = max(0.0, total - self.stats.draft_s - self.stats.verify_s)

@@ -199,12 +199,16 @@ def _generate(
             raise ValueError("`custom_generate` and `speculation` exclude each other: each replaces the decode loop.")
         return plain_generate(model, inputs, **kwargs)
 
-    if speculation is UNSET and (kwargs.get("assistant_model") is not None or kwargs.get("assistant_early_exit") is not None):
-        return plain_generate(model, inputs, **kwargs)  # transformers' own draft models, until ours are there
+    if speculation is UNSET and _needs_transformers(kwargs):
+        return plain_generate(model, inputs, **kwargs)
+    assistant = kwargs.pop("assistant_model", None)
     effective = _effective_config(model, kwargs)
     if speculation is UNSET:
-        lookup = effective.prompt_lookup_num_tokens
-        speculation = default if lookup is None else {"method": "ngram", "num_speculative_tokens": lookup}
+        speculation = _from_transformers_arguments(effective, assistant, default, kwargs)
+    elif assistant is not None and speculation is not None:
+        raise ValueError("`assistant_model` and `speculation` exclude each other: put the draft model into one of them.")
+    elif assistant is not None:
+        kwargs["assistant_model"] = assistant
     if speculation is None and run is None:
         return _plain(plain_generate(model, inputs, **kwargs))
 
@@ -220,6 +224,10 @@ def _generate(
         if getattr(effective, name, None) is not None:
             kwargs[name] = None
     streamer, tokenizer = kwargs.pop("streamer", None), kwargs.pop("tokenizer", None)
+    if speculator is not None and speculator.draft_model is not None:
+        _check_tokenizers(tokenizer, kwargs.get("assistant_tokenizer"))
+    kwargs.pop("assistant_tokenizer", None)
+    _check_blocks(speculator, effective, kwargs.get("logits_processor"))
     user_processors, user_criteria = kwargs.get("logits_processor"), list(kwargs.pop("stopping_criteria", None) or ())
     if effective.stop_strings is not None:
         if tokenizer is None:
@@ -236,6 +244,8 @@ def _generate(
         inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
+        if model.config.is_encoder_decoder and speculator is not None and speculator.draft_model is not None:
+            raise ValueError("`method='draft_model'` is not available yet for encoder-decoder models.")
         if run is not None and input_ids.shape[0] != 1:
             raise ValueError(f"stream() takes one row, got {input_ids.shape[0]}. Use generate() with a `streamer` for batches.")
         stats = SpeculationStats()
@@ -281,7 +291,8 @@ def _generate(
             target=target,
             tokens=tokens,
             rows=rows,
-            drafter=speculator.drafter(input_ids.device) if speculator is not None and reason is None else None,
+            drafter=speculator.drafter(model, generation_config, input_ids.device) if speculator is not None and reason is None else None,
+            judges_blocks=speculator is not None and speculator.uses_blocks,
             max_draft_tokens=speculator.max_draft_tokens if speculator is not None else 0,
             controller=speculator.controller if speculator is not None else DepthController(),
             costs=costs_of(model),
@@ -308,6 +319,40 @@ def _generate(
         return finish(decoding.output)
 
     return plain_generate(model, inputs, custom_generate=decode, stopping_criteria=StoppingCriteriaList(user_criteria), **kwargs)
+
+
+def _needs_transformers(kwargs: dict[str, Any]) -> bool:
+    """Whether transformers' own arguments ask for a way of drafting that only transformers has so far."""
+    if kwargs.get("assistant_early_exit") is not None:
+        return True
+    tokenizer, assistant = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
+    return kwargs.get("assistant_model") is not None and assistant is not None and not _same_vocabulary(tokenizer, assistant)
+
+
+def _from_transformers_arguments(config: Any, assistant: Any, default: Any, kwargs: dict[str, Any]) -> Any:
+    """The speculation that `assistant_model=` or `prompt_lookup_num_tokens=` asks for, else the default."""
+    if assistant is not None:
+        return {
+            "method": "draft_model",
+            "model": assistant,
+            "num_speculative_tokens": kwargs.get("num_assistant_tokens"),
+            "draft_confidence_threshold": kwargs.get("assistant_confidence_threshold"),
+        }
+    if config.prompt_lookup_num_tokens is not None:
+        return {"method": "ngram", "num_speculative_tokens": config.prompt_lookup_num_tokens}
+    return default
+
+
+def _same_vocabulary(first: Any, second: Any) -> bool:
+    return first is None or second is None or first is second or first.get_vocab() == second.get_vocab()
+
+
+def _check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    if not _same_vocabulary(tokenizer, assistant_tokenizer):
+        raise ValueError(
+            "`assistant_tokenizer` differs from the target's: drafting with a foreign tokenizer is not available yet. Use a draft model "
+            "with the target's tokenizer."
+        )
 
 
 def _effective_config(model: Any, kwargs: dict[str, Any]) -> Any:
@@ -344,6 +389,16 @@ def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"the decoding mode {mode.value!r} doesn't go with speculation. Use greedy search or sampling, or `speculation=None`."
     return None
+
+
+def _check_blocks(speculator: Speculator | None, config: Any, user_processors: Any) -> None:
+    if speculator is None or not speculator.uses_blocks:
+        return
+    if user_processors or (config.guidance_scale or 1) != 1:
+        raise ValueError(
+            "`rejection_sample_method='block'` looks at whole blocks, so it doesn't go with processors of your own or `guidance_scale`, "
+            "which may only see what is committed. Use 'standard'."
+        )
 
 
 def _decode_plainly(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from .config import SpeculationConfig
 from .control import DepthController
 from .drafters.base import Drafter
+from .drafters.chain import ChainDrafter
 from .drafters.ngram import NGramDrafter
 from .stats import SpeculationStats
 
@@ -42,12 +44,8 @@ class Speculator:
     def __init__(self, speculation: Any = DEFAULT_METHOD):
         self.config: SpeculationConfig | None = None
         self._generator: Any = None
-        if isinstance(speculation, SpeculationConfig):
-            self.config = speculation
-        elif isinstance(speculation, str):
-            self.config = SpeculationConfig(method=speculation)
-        elif isinstance(speculation, Mapping):
-            self.config = SpeculationConfig.from_dict(speculation)
+        if isinstance(speculation, (SpeculationConfig, str, Mapping)):
+            self.config = SpeculationConfig.of(speculation)
         elif callable(getattr(speculation, "get_candidates", None)):
             self._generator = speculation
         else:
@@ -57,6 +55,11 @@ class Speculator:
             )
         self.controller = DepthController(self.config.depth if self.config else "constant")
         self.stats = SpeculationStats()
+        self._draft_memory: Any = None
+        if self.config is not None and _draft_model_of(self.config) is not None:
+            from .drafters.draft_model import DraftMemory
+
+            self._draft_memory = DraftMemory()
         self._lock = threading.Lock()
         self._enabled_on: list[weakref.ref[Any]] = []
 
@@ -64,6 +67,17 @@ class Speculator:
     def of(cls, speculation: Any) -> Speculator:
         """`speculation` itself if it is a `Speculator`, otherwise a new one made of it."""
         return speculation if isinstance(speculation, cls) else cls(speculation)
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether probabilistic drafts are judged as blocks."""
+        entries = (self.config.drafters or (self.config,)) if self.config is not None else ()
+        return any(entry.rejection_sample_method == "block" for entry in entries)
+
+    @property
+    def draft_model(self) -> Any:
+        """The draft model (or its name), if there is one."""
+        return _draft_model_of(self.config) if self.config is not None else None
 
     @property
     def one_row_only(self) -> bool:
@@ -74,14 +88,41 @@ class Speculator:
         """The most tokens drafted in a round; `None`: the drafter's own choice."""
         return self.config.max_draft_tokens if self.config is not None else None
 
-    def drafter(self, device: Any) -> Drafter:
-        """A drafter for one call."""
+    def drafter(self, target: Any, generation_config: Any, device: Any) -> Drafter:
+        """
+        A drafter for one call.
+
+        Args:
+            target (`PreTrainedModel`): the model to draft for.
+            generation_config (`GenerationConfig`): of the call.
+            device (`torch.device`): of the call's ids.
+        """
         if self._generator is not None:
             from .drafters.candidates import CandidateGeneratorDrafter
 
             return CandidateGeneratorDrafter(self._generator, device)
         assert self.config is not None
-        return NGramDrafter(*self.config.ngram_sizes)
+        if self.config.drafters is None:
+            return self._make(self.config, target, generation_config, device)
+        return ChainDrafter([self._make(entry, target, generation_config, device) for entry in self.config.drafters])
+
+    def _make(self, config: SpeculationConfig, target: Any, generation_config: Any, device: Any) -> Drafter:
+        if config.method == "ngram":
+            return NGramDrafter(*config.ngram_sizes)
+        from .drafters.draft_model import DraftModelDrafter, draft_warpers
+
+        model = config.model
+        if isinstance(model, str):
+            model = _loaded(model, str(target.dtype).removeprefix("torch."), str(target.device))
+        samples = generation_config.do_sample and config.draft_sample_method == "probabilistic"
+        return DraftModelDrafter(
+            model,
+            target.config.get_text_config(decoder=True).vocab_size,
+            device,
+            draft_warpers(generation_config, config.draft_temperature) if samples else None,
+            config.draft_confidence_threshold,
+            self._draft_memory,
+        )
 
     def add(self, stats: SpeculationStats) -> None:
         """Adds a finished call to the totals."""
@@ -102,3 +143,18 @@ class Speculator:
             if model is not None:
                 disable(model)
         self._enabled_on.clear()
+
+
+def _draft_model_of(config: SpeculationConfig) -> Any:
+    return next((entry.model for entry in (config.drafters or (config,)) if entry.model is not None), None)
+
+
+@lru_cache(maxsize=4)
+def _loaded(name: str, dtype: str, device: str) -> Any:
+    """A draft model given by name, loaded once in a process."""
+    import torch
+
+    from . import weights
+
+    model, _ = weights.load(name, getattr(torch, dtype))
+    return model.to(device)

@@ -43,7 +43,6 @@ class Target(ABC):
         self.cached = 0
         """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
         self.forwards = 0
-        self._switched = ExitStack()
 
     def prefill(self) -> Any:
         """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
@@ -53,7 +52,6 @@ class Target(ABC):
             self.model_kwargs[compat.CACHE] = outputs[compat.CACHE]
         self.cached = compat.length_of(self.cache, default=self.tokens.prompt_length)
         self.forwards += 1 if chunk is None else -(-self.tokens.prompt_length // chunk)
-        self._switched.enter_context(self.model._optimize_model_for_decode())
         return outputs
 
     def _forward(self, inputs: dict[str, Any], width: int) -> Any:
@@ -66,22 +64,29 @@ class Target(ABC):
     def cache(self) -> Any:
         return self.model_kwargs.get(compat.CACHE)
 
-    @abstractmethod
     def verify(self, rows: list[int], drafted: list[int]) -> Any:
         """
-        One forward over each row's last token and its draft.
+        One forward over each row's last committed token and the draft behind it.
 
         Args:
             rows (`list[int]`): the running rows.
-            drafted (`list[int]`): how many drafted tokens follow each row's last committed one in the `TokenBuffer`.
+            drafted (`list[int]`): length of each one's draft in the `TokenBuffer`.
 
         Returns:
             the model's output; `logits` of shape `(len(rows), max(drafted) + 1, vocab)`.
         """
+        return self.forward(rows, [self.tokens.lengths[row] - 1 for row in rows], [count + 1 for count in drafted])
 
     @abstractmethod
-    def roll_back(self) -> None:
-        """Takes out of the cache what was verified but not committed. Each row's last committed token is never cached."""
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
+        """
+        One forward over the ids `starts[i]` … `starts[i] + counts[i] - 1` of the buffer's row `rows[i]`. All ids before `starts[i]`
+        are in the cache, and none after.
+        """
+
+    @abstractmethod
+    def roll_back(self, lengths: list[int]) -> None:
+        """The cache keeps the first `lengths[row]` ids of each row."""
 
     @abstractmethod
     def close(self) -> Any:
@@ -99,30 +104,30 @@ class OneRow(Target):
         outputs = super().prefill()
         names = self.GROWING_DECODER if self.model.config.is_encoder_decoder else self.GROWING
         self._growing = {name: self.model_kwargs[name] for name in names if self.model_kwargs.get(name) is not None}
+        self._grown: dict[str, torch.Tensor] | None = None
         self._ahead = 0
-        self._in_flight = 0  # tokens in the cache that may have to go
+        self._held = self.tokens.prompt_length  # ids in the cache
         self._crops = compat.why_no_roll_back(self.cache) is None
+        self._recording = ExitStack()
         if self._crops:
             # Only now: recording during the prefill would keep the whole prompt in sliding layers.
-            self._switched.enter_context(compat.recording_past(self.cache))
+            self._recording.enter_context(compat.recording_past(self.cache))
         return outputs
 
-    def verify(self, rows: list[int], drafted: list[int]) -> Any:
-        width = drafted[0] + 1
-        length = self.tokens.lengths[0] + drafted[0]
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
+        end = starts[0] + counts[0]
         inputs = self.model.prepare_inputs_for_generation(
-            self.tokens.ids[:, :length],
-            next_sequence_length=width if self.model_kwargs.get("use_cache", True) else None,
-            **self._kwargs(length - self.tokens.prompt_length),
+            self.tokens.ids[:, :end],
+            next_sequence_length=counts[0] if self.model_kwargs.get("use_cache", True) else None,
+            **self._kwargs(end - self.tokens.prompt_length),
         )
-        self._in_flight = width
-        self._before = self.tokens.lengths[0]
-        return self._forward(inputs, width)
+        self._held = end
+        return self._forward(inputs, 1 if last_logits_only else counts[0])
 
     def _kwargs(self, added: int) -> dict[str, Any]:
         """The model kwargs as they are `added` tokens after the prompt: views of tensors that are extended rarely."""
-        if added > self._ahead:
-            self._ahead = 2 * added + 256
+        if self._grown is None or added > self._ahead:
+            self._ahead = 2 * max(added, 0) + 256
             grown = dict(self.model_kwargs)
             # The model itself says how its inputs grow.
             grown = self.model._update_model_kwargs_for_generation(
@@ -134,14 +139,14 @@ class OneRow(Target):
         views = {name: self._grown[name][..., : start.shape[-1] + added] for name, start in self._growing.items()}
         return {**self.model_kwargs, **views}
 
-    def roll_back(self) -> None:
-        kept = self.tokens.lengths[0] - self._before
+    def roll_back(self, lengths: list[int]) -> None:
         if self._crops:
-            compat.crop(self.cache, self._in_flight - kept)
-        self._in_flight = 0
+            compat.crop(self.cache, self._held - lengths[0])
+            self._held = lengths[0]
 
     def close(self) -> Any:
-        self._switched.close()
+        if hasattr(self, "_recording"):  # closed before the prefill otherwise
+            self._recording.close()
         return self.cache
 
 
@@ -200,7 +205,7 @@ class ManyRows(Target):
         self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.MAX_WIDTH, self.max_slots)
         return outputs
 
-    def verify(self, rows: list[int], drafted: list[int]) -> Any:
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
         tokens, cache, device = self.tokens, self._row_cache, self.tokens.ids.device
         assert cache is not None
         if rows != self._rows:
@@ -208,21 +213,21 @@ class ManyRows(Target):
                 self._rejoin()
             cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.needs_all_rows)
             self._rows = list(rows)
-        width, longest = max(drafted) + 1, max(tokens.lengths[row] for row in rows)
-        tokens.reserve(longest + width)
+        width, end = max(counts), max(starts) + max(counts)
+        tokens.reserve(end)
         index = torch.tensor(rows, device=device)
-        starts = torch.tensor([tokens.lengths[row] - 1 for row in rows], device=device)[:, None]
+        first = torch.tensor(starts, device=device)[:, None]
         steps = torch.arange(width, device=device)
-        slots = starts + steps + self._slot_offset
-        cache.prepare(slots, longest - 1 + width + self._slot_offset)
-        # Past a row's own draft there is only filling, which is nobody's; its positions stay in the model's range.
-        own_steps = torch.minimum(steps, torch.tensor(drafted, device=device)[:, None])
+        slots = first + steps + self._slot_offset
+        cache.prepare(slots, end + self._slot_offset)
+        # Past a row's own ids there is only filling, which is nobody's; its positions stay in the model's range.
+        own_steps = torch.minimum(steps, torch.tensor(counts, device=device)[:, None] - 1)
         inputs = self.model.prepare_inputs_for_generation(
-            tokens.ids[index[:, None], starts + steps],
+            tokens.ids[index[:, None], first + steps],
             **{
                 **self.model_kwargs,
                 compat.CACHE: cache,
-                "position_ids": starts + own_steps + self._slot_offset + self._position_offsets[index][:, None],
+                "position_ids": first + own_steps + self._slot_offset + self._position_offsets[index][:, None],
                 "attention_mask": self._attention_mask(cache, slots, index),
             },
         )
@@ -244,13 +249,12 @@ class ManyRows(Target):
         self._row_cache.rejoin(self._rows)
         self._rows = list(range(len(self.tokens.lengths)))
 
-    def roll_back(self) -> None:
-        """Nothing to do: the next forward writes behind the rows' committed lengths."""
+    def roll_back(self, lengths: list[int]) -> None:
+        """Nothing to do: the next forward says where each row goes on."""
 
     def close(self) -> Any:
         cache, tokens = self._row_cache, self.tokens
         if cache is None or not self.returns_cache:
-            self._switched.close()
             return None if cache is not None else self.cache
         self._rejoin()
         # generate() feeds padding to rows that have ended, so the cache that it returns holds it: written here, in a few forwards.
@@ -260,7 +264,6 @@ class ManyRows(Target):
             self.verify(self._rows, fed)
             tokens.lengths = [length + more for length, more in zip(tokens.lengths, fed, strict=True)]
             assert longest - min(tokens.lengths) < behind
-        self._switched.close()
         self._row_cache = None
         return cache.release(longest - 1 + self._slot_offset)
 

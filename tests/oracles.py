@@ -46,12 +46,12 @@ class OracleDrafter(Drafter):
     def begin(self, rows):
         self.said = [1 for _ in rows]  # the first token is out
 
-    def propose(self, row, max_tokens):
-        truth = self.truths[row]
-        depth = min(self.depth, max_tokens)
-        if truth is None:
-            return Draft([3] * depth)
-        return Draft(truth[self.said[row] : self.said[row] + depth])
+    def propose(self, rows, max_tokens, plan):
+        drafts = []
+        for row, room in zip(rows, max_tokens, strict=True):
+            truth, depth = self.truths[row], min(self.depth, room)
+            drafts.append(Draft([3] * depth if truth is None else truth[self.said[row] : self.said[row] + depth], self.name))
+        return drafts
 
     def commit(self, row, tokens):
         self.said[row] += len(tokens)
@@ -62,7 +62,7 @@ class OracleSpeculator(Speculator):
         super().__init__("ngram")
         self.truths, self.depth = truths, depth
 
-    def drafter(self, device):
+    def drafter(self, *call):
         return OracleDrafter(self.truths, self.depth)
 
 

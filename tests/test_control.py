@@ -27,10 +27,10 @@ def simulate(table, accept, tokens=2000, seed=0, depth="adaptive"):
         right = 0
         while right < 15 and rng.random() < accept:
             right += 1
-        draft = Draft([at + i if i < right else -1 for i in range(15)], evidence=2)
-        k = controller.trim("ngram", [draft], costs)
+        draft = Draft([at + i if i < right else -1 for i in range(15)], "ngram", (2,))
+        k = controller.trim([draft], costs)
         committed = list(range(at, at + min(right, k) + 1))
-        shadows.append(ShadowedDraft("ngram", draft))
+        shadows.append(ShadowedDraft(draft))
         shadows = [shadow for shadow in shadows if shadow.follow(committed, controller)]
         spent = cost(table, k + 1) * rng.uniform(0.97, 1.03)
         costs.record(1, k + 1, spent)
@@ -58,11 +58,12 @@ def test_deep_where_drafts_are_right(table):
 
 def test_acceptance_follows_the_evidence():
     rates = AcceptanceRates()
+    weak, strong = Draft([1] * 8, "ngram", (1,)), Draft([1] * 8, "ngram", (5,))
     for _ in range(60):
-        rates.observe("ngram", 1, 0, False)
+        rates.observe(weak, 0, False)
         for position in range(4):
-            rates.observe("ngram", 5, position, True)
-    weak, strong = rates.expected("ngram", 1, 8), rates.expected("ngram", 5, 8)
+            rates.observe(strong, position, True)
+    weak, strong = (rates.expected("ngram", draft.evidence, 8) for draft in (weak, strong))
     assert weak[8] < 0.1
     assert strong[8] > 6
     assert weak[0] == strong[0] == 0.0
@@ -92,20 +93,20 @@ def test_rows_decide_together():
     for _ in range(12):
         for width in range(1, 17):
             costs.record(2, width, 60 + 12 * width)
+    good, bad = Draft(list(range(15)), "ngram", (7,)), Draft(list(range(15)), "ngram", (1,))
     for _ in range(80):
-        controller.observe("ngram", 1, 0, False)
+        controller.observe(bad, 0, False)
         for position in range(15):
-            controller.observe("ngram", 7, position, True)
-    good, bad = Draft(list(range(15)), 7), Draft(list(range(15)), 1)
-    assert controller.trim("ngram", [bad, bad], costs) == 0
-    assert controller.trim("ngram", [good, bad], costs) > 5
-    assert DepthController("constant").trim("ngram", [Draft([1, 2]), Draft([])], costs) == 2
-    assert controller.trim("ngram", [Draft([]), Draft([])], costs) == 0
+            controller.observe(good, position, True)
+    assert controller.trim([bad, bad], costs) == 0
+    assert controller.trim([good, bad], costs) > 5
+    assert DepthController("constant").trim([Draft([1, 2], "ngram"), Draft([], "ngram")], costs) == 2
+    assert controller.trim([Draft([], "ngram"), Draft([], "ngram")], costs) == 0
 
 
 def test_a_draft_that_was_not_verified_still_teaches():
     controller = DepthController()
-    shadow = ShadowedDraft("ngram", Draft([1, 2, 3], 4))
+    shadow = ShadowedDraft(Draft([1, 2, 3], "ngram", (4,)))
     assert shadow.follow([1], controller)
     assert not shadow.follow([2, 9], controller)
     assert controller.to_dict()["acceptance"]["ngram/4"][0] == [1.0, 1.0]

@@ -69,11 +69,10 @@ def test_minimum_match():
 def test_rows_are_separate():
     drafter = NGramDrafter(2, 3)
     drafter.begin([[1, 2, 3, 1, 2], [5, 6, 7]])
-    assert drafter.propose(0, 1).tokens == [3]
-    assert drafter.propose(1, 3).tokens == []
+    assert [draft.tokens for draft in drafter.propose([0, 1], [1, 3], None)] == [[3], []]
     drafter.commit(1, [5, 6])
-    assert drafter.propose(1, 2).tokens == [7, 5]
-    assert drafter.propose(0, 1).tokens == [3]
+    assert [draft.tokens for draft in drafter.propose([1], [2], None)] == [[7, 5]]
+    assert [draft.tokens for draft in drafter.propose([0, 1], [1, 0], None)] == [[3], []]
 
 
 def test_drafters_and_control_know_neither_torch_nor_transformers():

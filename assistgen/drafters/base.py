@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 @dataclass(slots=True)
@@ -14,39 +15,74 @@ class Draft:
 
     Attributes:
         tokens (`list[int]`): the guess, in order; may be empty.
-        evidence (`int`): how much stood behind the guess, in the drafter's own small classes (n-gram: a class of match lengths). The
-            controller learns one acceptance rate for each.
+        source (`str`): the drafter's name.
+        evidence (`tuple[int, ...]`): how much stood behind each token, in the drafter's own small classes (n-gram: a class of match
+            lengths; model: a class of its confidence). The controller learns one acceptance rate for each. The last one stands for all
+            further tokens.
+        probs (*optional*): the distributions that the tokens were drawn from, `(len(tokens), target vocabulary)`; `None` for a
+            deterministic draft, which is compared with the target's own choice.
     """
 
     tokens: list[int]
-    evidence: int = 0
+    source: str
+    evidence: tuple[int, ...] = (0,)
+    probs: Any = None
+
+    def cut(self, length: int) -> Draft:
+        """The first `length` tokens."""
+        return Draft(self.tokens[:length], self.source, self.evidence, self.probs)
 
 
 class Drafter(ABC):
     """
     Guesses the next tokens of the rows (sequences) of one call.
 
-    The loop calls `begin` once, after the target's first token is out, then in each round `propose` and `commit`. A drafter lives for
-    one call; what should outlive it belongs to the `Speculator`.
+    The loop calls `begin` once, after the target's first token is out, then in each round `propose` and `commit`, and `end` at last,
+    also after an error. A drafter lives for one call; what should outlive it belongs to the `Speculator`.
     """
 
     name: str
     """Short name, as in `method`; marks the accepted tokens in `chunk.sources`."""
 
+    is_free: bool = True
+    """Guessing costs next to nothing, so it is done in every round, and the controller learns also from guesses not verified."""
+
     constant_depth: bool = False
     """Every proposed token is to be verified: the controller doesn't shorten the drafts."""
+
+    num_forwards: int = 0
+    """Forward calls of a draft model so far."""
 
     @abstractmethod
     def begin(self, rows: Sequence[list[int]]) -> None:
         """Takes in the rows' tokens so far: prompt without padding, and the first generated token."""
 
     @abstractmethod
-    def propose(self, row: int, max_tokens: int) -> Draft:
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         """
-        Guesses what follows in row `row`: at most `max_tokens` (≥ 1) tokens, fewer or none at will. Must not depend on whether
-        earlier guesses were verified, only on the committed tokens.
+        Guesses what follows in each of `rows`, which run in this round: at most `max_tokens[i]` tokens, fewer or none at will; 0 asks
+        for none. `plan` says how deep drafting pays for a drafter that isn't free.
         """
 
     @abstractmethod
     def commit(self, row: int, tokens: list[int]) -> None:
         """Row `row` goes on with `tokens` (at least one), accepted or the target's own."""
+
+    def end(self) -> None:  # noqa: B027 - most have nothing to put away
+        """The call is over."""
+
+
+class Plan(Protocol):
+    """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
+
+    def depth(self, source: str, limit: int) -> tuple[int, float]:
+        """How deep to draft (0 … limit), and the chance of acceptance below which to stop earlier."""
+
+    def rate(self, source: str, evidence: int) -> float:
+        """The chance that a token with this evidence is accepted."""
+
+    def spent(self, source: str, num_tokens: int, seconds: float) -> None:
+        """Drafting `num_tokens` tokens a row took `seconds`."""
+
+    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
+        """Whether a draft in hand promises at least as much as drafting up to `limit` tokens with `source`."""

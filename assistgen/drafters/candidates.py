@@ -9,7 +9,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..config import SpeculationConfig
-from .base import Draft, Drafter
+from .base import Draft, Drafter, Plan
 from .ngram import NGramIndex
 
 
@@ -32,7 +32,9 @@ class NGramCandidateGenerator(CandidateGenerator):
         prompt_lookup_max: int | None = None,
         max_length: int | None = None,
     ):
-        config = SpeculationConfig("ngram", num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)  # checks them
+        config = SpeculationConfig(
+            num_speculative_tokens=num_speculative_tokens, prompt_lookup_min=prompt_lookup_min, prompt_lookup_max=prompt_lookup_max
+        )  # checks them
         self.num_speculative_tokens = num_speculative_tokens
         self.max_length = max_length
         self._sizes = config.ngram_sizes
@@ -97,13 +99,13 @@ class CandidateGeneratorDrafter(Drafter):
             raise ValueError(f"A `CandidateGenerator` drafts for one row, got {len(rows)}.")
         self._ids = torch.tensor([rows[0]], device=self._device)
 
-    def propose(self, row: int, max_tokens: int) -> Draft:
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         candidates, _ = self._generator.get_candidates(self._ids)
         length = self._ids.shape[1]
         if candidates.shape[0] != 1 or candidates.shape[1] < length:
             raise ValueError(f"get_candidates returned shape {tuple(candidates.shape)} for ids of shape {tuple(self._ids.shape)}")
-        self._drafted = candidates[0, length : length + max_tokens].tolist()
-        return Draft(self._drafted)
+        self._drafted = candidates[0, length : length + max_tokens[0]].tolist()
+        return [Draft(self._drafted, self.name)]
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self._ids = torch.cat([self._ids, self._ids.new_tensor([tokens])], dim=1)

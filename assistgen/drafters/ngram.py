@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .base import Draft, Drafter
+from .base import Draft, Drafter, Plan
 
 
+NAME = "ngram"
 MAX_MATCH = 32
 """A match is measured up to this many tokens; a longer one is no better evidence."""
 
@@ -55,20 +56,20 @@ class NGramIndex:
 
     def propose(self, max_tokens: int) -> Draft:
         size, follow = self.find()
-        if not size:
-            return Draft([])
+        if not size or max_tokens < 1:
+            return Draft([], NAME)
         tokens = self.tokens[follow : follow + max_tokens]
         if len(tokens) < max_tokens:
             # The match overlaps the end of the sequence: a run. Its period goes on.
             period = len(tokens)
             tokens = (tokens * (max_tokens // period + 1))[:max_tokens]
-        return Draft(tokens, evidence=size.bit_length() + 1 if size > 4 else size - 1)
+        return Draft(tokens, NAME, evidence=(size.bit_length() + 1 if size > 4 else size - 1,))
 
 
 class NGramDrafter(Drafter):
     """`method="ngram"`: one `NGramIndex` a row, over its prompt and its output."""
 
-    name = "ngram"
+    name = NAME
 
     def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5):
         self.prompt_lookup_min = prompt_lookup_min
@@ -78,8 +79,8 @@ class NGramDrafter(Drafter):
     def begin(self, rows: Sequence[list[int]]) -> None:
         self._indexes = [NGramIndex(self.prompt_lookup_min, self.prompt_lookup_max, tokens) for tokens in rows]
 
-    def propose(self, row: int, max_tokens: int) -> Draft:
-        return self._indexes[row].propose(max_tokens)
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
+        return [self._indexes[row].propose(room) for row, room in zip(rows, max_tokens, strict=True)]
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self._indexes[row].extend(tokens)

@@ -1,0 +1,51 @@
+"""Several drafters as one: those that cost nothing are asked first, the draft model where their guesses promise less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .base import Draft, Drafter, Plan
+
+
+class ChainDrafter(Drafter):
+    """
+    `drafters=[…]`.
+
+    Args:
+        drafters (`Sequence[Drafter]`): the first is asked first. Only the last may cost time.
+    """
+
+    name = "chain"
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self._drafters = drafters
+        self.is_free = all(drafter.is_free for drafter in drafters)
+
+    @property
+    def num_forwards(self) -> int:  # type: ignore[override]
+        return sum(drafter.num_forwards for drafter in self._drafters)
+
+    def begin(self, rows: Sequence[list[int]]) -> None:
+        for drafter in self._drafters:
+            drafter.begin(rows)
+
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
+        best = self._drafters[0].propose(rows, max_tokens, plan)
+        for drafter in self._drafters[1:]:
+            # A free drafter fills the gaps; one that costs time also competes with what there is.
+            rooms = [
+                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name, room)) else room
+                for draft, room in zip(best, max_tokens, strict=True)
+            ]
+            if max(rooms, default=0) > 0:
+                others = drafter.propose(rows, rooms, plan)
+                best = [other if other.tokens else draft for draft, other in zip(best, others, strict=True)]
+        return best
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        for drafter in self._drafters:
+            drafter.commit(row, tokens)
+
+    def end(self) -> None:
+        for drafter in self._drafters:
+            drafter.end()
