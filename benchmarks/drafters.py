@@ -1,0 +1,132 @@
+"""Draft models against plain decoding and transformers' `assistant_model=`: `python -m benchmarks.drafters`.
+
+Qwen2.5-Coder 1.5B with 0.5B, bfloat16, prompts of Spec-Bench's 13 categories. Every prompt runs each side once, in rotating order, in
+one process; ratios are per token and per prompt, their geometric means come with bootstrap intervals over the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+import assistgen
+from assistgen import identity, weights
+
+from .common import chat, finish, geometric_mean, interval, machine, show, spec_bench
+
+
+class Clock:
+    """A streamer that notes when the first token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def nf4(name: str) -> Any:
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    path = weights.locate(name)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=config).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"])
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_grad_enabled(False)
+    print(machine())
+    target, tokenizer = weights.load("qwen2.5-coder-1.5b", torch.bfloat16)
+    draft, _ = weights.load("qwen2.5-coder-0.5b", torch.bfloat16)
+    speculators: dict[str, Any] = {}
+    if "draft_model" in arguments.sides:
+        speculators["draft_model"] = assistgen.Speculator({"method": "draft_model", "model": draft})
+    if "chain" in arguments.sides:
+        speculators["chain"] = assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": draft}]})
+    if "chain_nf4" in arguments.sides:
+        small = nf4("qwen2.5-coder-0.5b")
+        speculators["chain_nf4"] = assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": small}]})
+    if "ngram" in arguments.sides:
+        speculators["ngram"] = assistgen.Speculator("ngram")
+
+    def run(side: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+        clock, forwards = Clock(), [0]
+        handle = target.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
+        kwargs = {**inputs, "max_new_tokens": tokens, "do_sample": False, "streamer": clock}
+        start = perf_counter()
+        stats = None
+        if side == "plain":
+            sequences = target.generate(**kwargs)
+        elif side == "assistant":
+            sequences = target.generate(**kwargs, assistant_model=draft)
+        else:
+            output = assistgen.generate(target, **kwargs, speculation=speculators[side], return_dict_in_generate=True)
+            sequences, stats = output.sequences, output.speculation
+        seconds = perf_counter() - start
+        handle.remove()
+        new = sequences.shape[1] - inputs["input_ids"].shape[1]
+        return {
+            "seconds": seconds / new, "first": clock.times[1] - start, "per_forward": new / forwards[0], "sequences": sequences[0],
+            "draft_ms": stats.draft_s / max(1, stats.num_drafts) * 1e3 if stats else None,
+        }  # fmt: skip
+
+    sides = ["plain", *arguments.sides]
+    warm = chat(tokenizer, "Count to ten, then count to ten again.")
+    for side in sides:
+        run(side, warm, 16)
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    draft_ms: dict[str, list[float]] = defaultdict(list)
+    differences: dict[str, int] = defaultdict(int)
+    for number, item in enumerate(spec_bench(arguments.per_category)):
+        inputs = chat(tokenizer, item["prompt"])
+        order = [sides[(number + i) % len(sides)] for i in range(len(sides))]
+        results = {side: run(side, inputs, arguments.tokens) for side in order}
+        plain = results["plain"]
+        for side in arguments.sides:
+            result = results[side]
+            ratios[side]["wall"].append(plain["seconds"] / result["seconds"])
+            ratios[side]["first token"].append(result["first"] / plain["first"])
+            if "assistant" in results and side != "assistant":
+                ratios[side]["over transformers' assistant"].append(results["assistant"]["seconds"] / result["seconds"])
+            categories[side][item["category"]].append(result["per_forward"])
+            if result["draft_ms"] is not None:
+                draft_ms[side].append(result["draft_ms"])
+            comparison = identity.compare(target, plain["sequences"], result["sequences"])
+            differences[f"{side}: {'identical' if comparison.identical else 'proven tie' if comparison.proven_tie else 'DIFFERENT'}"] += 1
+        line = ", ".join(f"{side} {ratios[side]['wall'][-1]:.2f}x {results[side]['per_forward']:.2f} tok/fwd" for side in arguments.sides)
+        print(f"{number:3d} {item['category']:15s} {line}", flush=True)
+    print()
+    for side in arguments.sides:
+        for what, values in ratios[side].items():
+            print(f"{side:12s} {what:30s} {show(values)}, worst {max(values) if what == 'first token' else min(values):.2f}")
+        print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
+        if draft_ms[side]:
+            print(f"{side:12s} drafting {geometric_mean([max(ms, 1e-3) for ms in draft_ms[side]]):.0f} ms a round with a draft")
+    print(dict(differences))
+    finish(
+        {
+            "ratios": {
+                s: {w: {"mean": geometric_mean(v), "interval": interval(v), "worst": min(v)} for w, v in r.items()}
+                for s, r in ratios.items()
+            },
+            "tokens_per_forward": {s: {c: geometric_mean(v) for c, v in r.items()} for s, r in categories.items()},
+            "outputs": dict(differences),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
