@@ -352,9 +352,11 @@ class Decoding:
         before = perf_counter()
         try:
             for row, proposal, draft in zip(running, proposals, drafts, strict=True):
-                if drafter.is_free and not drafter.constant_depth and proposal.tokens:
+                if drafter.constant_depth:
+                    pass
+                elif proposal.is_free and proposal.tokens:
                     row.shadows.append(ShadowedDraft(proposal))
-                elif not drafter.is_free:
+                else:
                     for position in range(min(row.accepted + 1, len(draft.tokens))):
                         if position < row.accepted or not row.done:
                             self.controller.observe(draft, position, position < row.accepted)

@@ -104,7 +104,8 @@ class Speculator:
         assert self.config is not None
         if self.config.drafters is None:
             return self._make(self.config, target, generation_config, device)
-        return ChainDrafter([self._make(entry, target, generation_config, device) for entry in self.config.drafters])
+        drafters = [self._make(entry, target, generation_config, device) for entry in self.config.drafters]
+        return ChainDrafter(drafters, [entry.max_draft_tokens for entry in self.config.drafters])
 
     def _make(self, config: SpeculationConfig, target: Any, generation_config: Any, device: Any) -> Drafter:
         if config.method == "ngram":

@@ -21,16 +21,18 @@ class Draft:
             further tokens.
         probs (*optional*): the distributions that the tokens were drawn from, `(len(tokens), target vocabulary)`; `None` for a
             deterministic draft, which is compared with the target's own choice.
+        is_free (`bool`): guessing cost next to nothing, so the controller also learns from guesses that weren't verified.
     """
 
     tokens: list[int]
     source: str
     evidence: tuple[int, ...] = (0,)
     probs: Any = None
+    is_free: bool = True
 
     def cut(self, length: int) -> Draft:
         """The first `length` tokens."""
-        return Draft(self.tokens[:length], self.source, self.evidence, self.probs)
+        return Draft(self.tokens[:length], self.source, self.evidence, self.probs, self.is_free)
 
 
 class Drafter(ABC):
@@ -45,7 +47,7 @@ class Drafter(ABC):
     """Short name, as in `method`; marks the accepted tokens in `chunk.sources`."""
 
     is_free: bool = True
-    """Guessing costs next to nothing, so it is done in every round, and the controller learns also from guesses not verified."""
+    """Guessing costs next to nothing, so it is done in every round."""
 
     constant_depth: bool = False
     """Every proposed token is to be verified: the controller doesn't shorten the drafts."""

@@ -13,12 +13,14 @@ class ChainDrafter(Drafter):
 
     Args:
         drafters (`Sequence[Drafter]`): the first is asked first. Only the last may cost time.
+        limits (`Sequence[int]`): the most tokens that each drafts in a round.
     """
 
     name = "chain"
 
-    def __init__(self, drafters: Sequence[Drafter]):
+    def __init__(self, drafters: Sequence[Drafter], limits: Sequence[int]):
         self._drafters = drafters
+        self._limits = limits
         self.is_free = all(drafter.is_free for drafter in drafters)
 
     @property
@@ -30,11 +32,11 @@ class ChainDrafter(Drafter):
             drafter.begin(rows)
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
-        best = self._drafters[0].propose(rows, max_tokens, plan)
-        for drafter in self._drafters[1:]:
+        best = [Draft([], self.name) for _ in rows]
+        for drafter, limit in zip(self._drafters, self._limits, strict=True):
             # A free drafter fills the gaps; one that costs time also competes with what there is.
             rooms = [
-                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name, room)) else room
+                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name, min(room, limit))) else min(room, limit)
                 for draft, room in zip(best, max_tokens, strict=True)
             ]
             if max(rooms, default=0) > 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Sequence
 from time import perf_counter
 from types import SimpleNamespace
@@ -38,12 +39,18 @@ class DraftMemory:
     """What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn."""
 
     def __init__(self) -> None:
-        self.kept: tuple[list[int], OneRow] | None = None
+        self._kept: tuple[list[int], OneRow] | None = None
+        self._lock = threading.Lock()
+
+    def keep(self, text: list[int], runner: OneRow) -> None:
+        with self._lock:
+            self._kept = (text, runner)
 
     def take(self) -> tuple[list[int], OneRow] | None:
-        """The kept cache, for one call only."""
-        kept, self.kept = self.kept, None
-        return kept
+        """The kept cache and the text that it holds; for one call only."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+            return kept
 
 
 class DraftModelDrafter(Drafter):
@@ -102,14 +109,14 @@ class DraftModelDrafter(Drafter):
         runner, self._runner = self._runner, None
         if isinstance(runner, OneRow) and self._memory is not None:
             runner.roll_back([self._held[0]])
-            self._memory.kept = (self._texts[0][: self._held[0]], runner)
+            self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
             runner.close()
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         depth, min_reach = plan.depth(self.name, max(max_tokens))
         if depth == 0:
-            return [Draft([], self.name) for _ in rows]
+            return [Draft([], self.name, is_free=False) for _ in rows]
         start_of_call = self._runner is None
         if start_of_call:
             self._start()
@@ -210,7 +217,7 @@ class DraftModelDrafter(Drafter):
             probs = None
             if self._warpers is not None and length:
                 probs = torch.stack([d[place] for d in distributions[:length]]).to(self._device)
-            drafts.append(Draft(tokens[place][:length], self.name, evidence, probs))
+            drafts.append(Draft(tokens[place][:length], self.name, evidence, probs, is_free=False))
         return drafts
 
     def _catch_up(self, rows: list[int]) -> torch.Tensor:
