@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs=2, default=[32, 16], help="new tokens, copy-heavy and open-ended (default: %(default)s)"
     )
+    parser.add_argument("--kinds", nargs="*", default=["copy-heavy", "open-ended"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -50,6 +51,8 @@ def main() -> None:
     tokenizer.padding_side = "left"
     results: dict[str, dict[int, Any]] = {}
     for kind, tokens in zip(("copy-heavy", "open-ended"), arguments.tokens, strict=True):
+        if kind not in arguments.kinds:
+            continue
         results[kind] = {}
         for rows in arguments.rows:
             messages = [[{"role": "user", "content": text}] for text in prompts(kind, rows)]
