@@ -209,7 +209,7 @@ class Decoding:
     def _room(self, row: Row) -> int:
         """How many tokens may be drafted: the target adds one itself, and positions must exist."""
         length = self.tokens.lengths[row.number]
-        room = self._max_length - length - 1
+        room = min(self._max_length - length, self.target.max_width) - 1
         if row.done:
             room = max(len(other.output) for other in self.rows) - len(row.output) - 1
         position = length + self.target.cached - self.tokens.prompt_length

@@ -35,6 +35,9 @@ class Target(ABC):
         model_kwargs (`dict`): as `generate()` prepared them.
     """
 
+    max_width: int = 1 << 30
+    """The most tokens that a row may take in at once, or write ahead of what it will be rolled back to."""
+
     def __init__(self, model: Any, tokens: TokenBuffer, generation_config: Any, model_kwargs: dict[str, Any]):
         self.model = model
         self.tokens = tokens
@@ -160,7 +163,7 @@ class ManyRows(Target):
         max_slots (`int`): the most slots that a row will have.
     """
 
-    MAX_WIDTH = 32
+    max_width = 32
 
     def __init__(self, *args: Any, returns_cache: bool, rows_come_back: bool, max_slots: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -202,7 +205,7 @@ class ManyRows(Target):
         self._position_offsets = (self.model_kwargs["position_ids"][:, -1] - (self.cached - 1)).expand(len(self._rows))
         mask = self.model_kwargs.get("attention_mask")
         self._prompt_mask = mask.bool() if mask is not None and not bool(mask.all()) else None
-        self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.MAX_WIDTH, self.max_slots)
+        self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.max_width, self.max_slots)
         return outputs
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
@@ -260,7 +263,7 @@ class ManyRows(Target):
         # generate() feeds padding to rows that have ended, so the cache that it returns holds it: written here, in a few forwards.
         longest = max(tokens.lengths)
         while (behind := longest - min(tokens.lengths)) > 0:
-            fed = [min(longest - length, self.MAX_WIDTH - 1) for length in tokens.lengths]
+            fed = [min(longest - length, self.max_width - 1) for length in tokens.lengths]
             self.verify(self._rows, fed)
             tokens.lengths = [length + more for length, more in zip(tokens.lengths, fed, strict=True)]
             assert longest - min(tokens.lengths) < behind

@@ -48,6 +48,19 @@ def test_greedy(family, depth, rows):
     assert not other.speculation.fallbacks
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_drafts_wider_than_a_ring(family, rows):
+    model = build(family)
+    inputs = pad_left([prompt(14, 1), prompt(9, 2)][:rows])
+    kwargs = dict(KW, max_new_tokens=80)
+    plain = model.generate(**inputs, **kwargs)
+    for draft in (model, small(family)):
+        output = assistgen.generate(model, **inputs, **kwargs, speculation=spec(draft, num_speculative_tokens=60))
+        assert torch.equal(plain.sequences, output.sequences)
+        assert not output.speculation.fallbacks
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_adaptive_depth_and_confidence(rows):
     model = build("llama")

@@ -121,6 +121,8 @@ class DraftModelDrafter(Drafter):
         if start_of_call:
             self._start()
         start = perf_counter()
+        assert self._runner is not None
+        depth = min(depth, self._runner.max_width - 1)
         drafts = self._draft(list(rows), [min(room, depth) for room in max_tokens], min_reach, plan)
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         longest = max(len(draft.tokens) for draft in drafts)
@@ -145,7 +147,7 @@ class DraftModelDrafter(Drafter):
         self._padding = [width - len(text) for text in self._texts]
         ids = torch.tensor([[0] * pad + self._known(text) for pad, text in zip(self._padding, self._texts, strict=True)], device=device)
         # All but the last token: the first round's forward takes it in, as every round's does.
-        ids = ids[:, :-1] if width > 1 else ids
+        ids = ids[:, : max(1, width - 1)]
         config = self.model.config.get_text_config(decoder=True)
         model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: DynamicCache(config=config)}
         if self.model._supports_logits_to_keep():
@@ -224,11 +226,12 @@ class DraftModelDrafter(Drafter):
         """One forward (a few for a long way) over what was committed since; returns each row's last logits."""
         runner = self._runner
         assert runner is not None
-        runner.roll_back([self._held[row] + self._padding[row] for row in range(len(self._texts))])
-        chunk = 2**30 if isinstance(runner, OneRow) else ManyRows.MAX_WIDTH
+        # The last token is always fed: its logits are what the draft begins with.
+        self._held = [min(held, len(text) - 1) for held, text in zip(self._held, self._texts, strict=True)]
+        runner.roll_back([held + pad for held, pad in zip(self._held, self._padding, strict=True)])
         last: dict[int, torch.Tensor] = {}
         while True:
-            counts = [max(1, min(chunk, len(self._texts[row]) - self._held[row])) for row in rows]
+            counts = [max(1, min(runner.max_width, len(self._texts[row]) - self._held[row])) for row in rows]
             starts = []
             for row, count in zip(rows, counts, strict=True):
                 at = min(self._held[row], len(self._texts[row]) - 1)
