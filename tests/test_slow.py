@@ -44,7 +44,7 @@ def test_gemma_beyond_its_window(gemma, rows):
         "input_ids": torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(row)) + row for row in ids]),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids]),
     }
-    assert min(map(len, ids)) > 560
+    assert min(map(len, ids)) > 540
     plain = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     fast = assistgen.generate(model, **inputs, max_new_tokens=48, **DICT, speculation={"method": "ngram", "depth": "constant"})
     assert_same(model, inputs, plain, fast.sequences)
