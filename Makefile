@@ -32,6 +32,7 @@ test: lint $(OLDEST)/.ready  ## linters, all tests on the newest transformers, t
 	$(OLDEST)/bin/pytest -m 'exactness and not slow'
 
 test-slow: $(VENV)/.ready  ## what needs the Qwen pair or Gemma
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[quant]'
 	$(VENV)/bin/pytest -m slow
 
 clean:

@@ -16,17 +16,12 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 
 # `past_key_values` became `cache` on the way to 5.24: the argument of `forward`, the key in the model kwargs, the field of outputs.
 CACHE: str = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 CACHE_NAMES = ("cache", "past_key_values")
-
-
-def is_autoregressive_output(output: Any) -> bool:
-    """Whether `output` is what greedy search or sampling returns with `return_dict_in_generate=True`."""
-    return isinstance(output, (GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput))
 
 
 def self_attention_layers(cache: Any) -> list[Any]:

@@ -6,7 +6,6 @@ further token. Tokens stay on the draft model's device until the draft is comple
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Sequence
@@ -288,7 +287,7 @@ def draft_warpers(generation_config: Any, temperature: float | None) -> LogitsPr
         temperature (`float`, *optional*): in place of the target's.
     """
     warpers = LogitsProcessorList()
-    config = copy.copy(generation_config)
+    config = generation_config
     temperature = temperature if temperature is not None else config.temperature
     if temperature not in (None, 1.0):
         warpers.append(TemperatureLogitsWarper(float(temperature)))
