@@ -17,18 +17,22 @@ _HOMES = {
     "Speculator": "speculator",
     "SpeculationConfig": "config",
     "SpeculationStats": "stats",
+    "SuffixStore": "suffix.store",
     "NGramCandidateGenerator": "drafters.candidates",
+    "SuffixCandidateGenerator": "drafters.candidates",
+    "DraftModelCandidateGenerator": "drafters.candidates",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from .config import SpeculationConfig
-    from .drafters.candidates import NGramCandidateGenerator
+    from .drafters.candidates import DraftModelCandidateGenerator, NGramCandidateGenerator, SuffixCandidateGenerator
     from .generation import disable, enable, generate, speculate, stream
     from .speculator import Speculator
     from .stats import SpeculationStats
     from .streaming import Chunk
+    from .suffix.store import SuffixStore
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,7 @@ class Call:
         processors, criteria, prefix_allowed_tokens_fn: the user's own.
         cache: the cache that the user handed in.
         streamer (`BaseStreamer`, *optional*): the user's.
+        tokenizer (*optional*): the model's, if the call has it.
         run (*optional*): gets the prepared `Decoding` and what is to be done with its output, and makes the result; by default the
             `Decoding` is run to its end.
         start (`float`): `perf_counter()` at the call.
@@ -44,6 +45,7 @@ class Call:
     prefix_allowed_tokens_fn: Any
     cache: Any
     streamer: Any
+    tokenizer: Any
     run: Callable[[Decoding, Callable[[Any], Any]], Any] | None
     start: float
 
@@ -100,7 +102,7 @@ class Call:
             target=target,
             tokens=tokens,
             rows=[Row(number, processors[number], row_criteria(stopping_criteria)) for number in range(num_rows)],
-            drafter=speculator.drafter(model, generation_config, input_ids.device) if speculator is not None else None,
+            drafter=speculator.drafter(model, generation_config, input_ids.device, self.tokenizer) if speculator is not None else None,
             max_draft_tokens=speculator.max_draft_tokens if speculator is not None else 0,
             judges_blocks=speculator is not None and speculator.uses_blocks,
             controller=speculator.controller if speculator is not None else DepthController(),

@@ -18,15 +18,10 @@ logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
 ALIASES = {"prompt_lookup": "ngram"}
-AVAILABLE = ("ngram", "draft_model")
+AVAILABLE = ("ngram", "suffix", "draft_model")
 """Methods that can be asked for today; the others say that they are not available yet."""
 
 NOT_YET = {
-    "suffix_decoding_max_tree_depth": "suffix",
-    "suffix_decoding_max_cached_requests": "suffix",
-    "suffix_decoding_max_spec_factor": "suffix",
-    "suffix_decoding_min_token_prob": "suffix",
-    "store": "suffix",
     "use_heterogeneous_vocab": "drafts with a foreign tokenizer",
     "lookup_ids": "inputs_embeds prompts",
     "num_speculative_tokens_per_batch_size": "the control of depth by load",
@@ -74,15 +69,23 @@ class SpeculationConfig:
     How to speculate. Frozen; a wrong value raises a `ValueError` or `TypeError` that names the key.
 
     Args:
-        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`) or `"draft_model"`.
+        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"` or
+            `"draft_model"`.
         model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). It must have
             the target's tokenizer; padded vocabularies are fine.
         num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
-            most 16 tokens wide; 8 for a draft model.
+            most 16 tokens wide.
         prompt_lookup_min (`int`, *optional*): shortest n-gram that is looked up, in tokens. `None`: 2 (or `prompt_lookup_max` if
             that is smaller).
         prompt_lookup_max (`int`, *optional*): longest n-gram that is looked up, in tokens. `None`: 5 (or `prompt_lookup_min` if
             that is larger).
+        suffix_decoding_max_tree_depth (`int`, defaults to 24): the longest repetition that is looked for, in tokens.
+        suffix_decoding_max_spec_factor (`float`, *optional*): a suffix draft is at most so many times as long as the repetition that
+            stands behind it. `None`: 1.0.
+        suffix_decoding_min_token_prob (`float`, *optional*): tokens that followed more rarely aren't drafted. `None`: 0.1.
+        suffix_decoding_max_cached_requests (`int`, *optional*): a store for so many earlier outputs, in the `Speculator`, in place of
+            `store`. 0 and `None`: none.
+        store (`SuffixStore`, *optional*): earlier texts that suffix decoding searches, and that this call's outputs are added to.
         depth (`str`, defaults to `"adaptive"`): `"adaptive"` verifies as many drafted tokens as are expected to pay, none included;
             `"constant"` verifies every drafted token.
         draft_sample_method (`str`, defaults to `"greedy"`): when sampling, `"greedy"` drafts the draft model's likeliest token (with the
@@ -101,6 +104,11 @@ class SpeculationConfig:
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    store: Any = None
     depth: str = "adaptive"
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
@@ -119,7 +127,7 @@ class SpeculationConfig:
             raise ValueError(f"`method={self.method!r}` is not available yet. Use one of {', '.join(AVAILABLE)}.")
         object.__setattr__(self, "method", method)
 
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"):
             _check_count(name, getattr(self, name))
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
@@ -135,12 +143,27 @@ class SpeculationConfig:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
         _check_number("draft_temperature", self.draft_temperature, 0.0, float("inf"), "larger than 0")
         _check_number("draft_confidence_threshold", self.draft_confidence_threshold, 0.0, 1.0, "between 0 and 1", inclusive=True)
+        _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, float("inf"), "larger than 0")
+        _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0, "between 0 and 1", inclusive=True)
+        if self.suffix_decoding_max_cached_requests != 0:
+            _check_count("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests)
+        self._check_store(method)
         if self.drafters is not None:
             self._check_chain()
         elif method == "draft_model" and self.model is None:
             raise ValueError("`method='draft_model'` needs `model=`: the draft model, its folder or its hub id.")
         elif method != "draft_model" and self.model is not None:
             raise ValueError(f"`model` doesn't go with `method={method!r}`. Use `method='draft_model'`, or `drafters=` for several.")
+
+    def _check_store(self, method: str) -> None:
+        if self.store is None:
+            return
+        if not callable(getattr(self.store, "cursor", None)):
+            raise TypeError(f"`store` must be a SuffixStore, got {type(self.store).__name__}.")
+        if self.drafters is not None or method != "suffix":
+            raise ValueError("`store` goes with `method='suffix'` (in a chain, into its own entry of `drafters`).")
+        if self.suffix_decoding_max_cached_requests:
+            raise ValueError("`suffix_decoding_max_cached_requests` is for a store of the `Speculator`'s own. `store` has its own bounds.")
 
     def _check_chain(self) -> None:
         if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence) or not self.drafters:
@@ -164,11 +187,17 @@ class SpeculationConfig:
         return self.prompt_lookup_min, self.prompt_lookup_max
 
     @property
+    def suffix_settings(self) -> tuple[int, float, float]:
+        """The longest context, the longest draft by the length of its match, and the least probability of a drafted token."""
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        return self.suffix_decoding_max_tree_depth, 1.0 if factor is None else factor, 0.1 if prob is None else prob
+
+    @property
     def max_draft_tokens(self) -> int:
         """The most tokens drafted in a round."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return 8 if self.method == "draft_model" else 15
+        return 15
 
     @classmethod
     def of(cls, value: Any) -> SpeculationConfig:

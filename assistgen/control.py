@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .drafters.base import Draft
+from .drafters.base import Budget, Draft
 
 
 class ForwardCosts:
@@ -26,6 +26,8 @@ class ForwardCosts:
     SAMPLES = 9
     HALF_LIFE = 512
     """Forwards after which a measurement counts half."""
+    WORTH_FILLING = 0.98
+    """A wider forward than needed has to cost less than this share."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, dict[int, _Shape]] = {}  # rows -> width -> what was measured
@@ -66,6 +68,40 @@ class ForwardCosts:
                 break
         curve += [curve[-1]] * (max_width - len(curve))
         return curve[:max_width]
+
+    def verify(self, rows: int, max_depth: int) -> list[float] | None:
+        """
+        Returns:
+            `list[float]`, *optional*: estimated seconds of verifying 0 … `max_depth` drafted tokens, at the width that suits best (see
+            `width`); `None` as long as no plain step was measured.
+        """
+        curve = self.curve(rows, max_depth + 1)
+        if curve is not None:
+            for depth in range(max_depth - 1, -1, -1):
+                curve[depth] = min(curve[depth], curve[depth + 1])
+        return curve
+
+    def width(self, rows: int, depth: int, max_depth: int) -> int:
+        """
+        The width of a forward that verifies `depth` drafted tokens where up to `max_depth` would fit: a wider one, filled up with
+        tokens that nobody looks at, can cost less. (One token is a product of matrix and vector, two are one of matrices.)
+        """
+        curve = self.curve(rows, max_depth + 1) if max_depth > depth else None
+        if curve is None:
+            return depth + 1
+        if rows == 1 and depth == 0 and self._is_worth_a_trial(self._shapes[1]):
+            return 2
+        best = min(range(depth + 1, max_depth + 2), key=lambda width: curve[width - 1])
+        return best if curve[best - 1] < self.WORTH_FILLING * curve[depth] else depth + 1
+
+    def _is_worth_a_trial(self, widths: dict[int, _Shape]) -> bool:
+        if len(widths[1].samples) < 3:
+            return False
+        two = widths.get(2)
+        if two is None or len(two.samples) < 3:
+            return True
+        # What is dear is tried ever more rarely, what is worth it is used anyway.
+        return self._forwards - two.last > 2 * self.HALF_LIFE
 
     def to_dict(self) -> dict[str, float]:
         """Typical seconds by "rows×width"."""
@@ -149,16 +185,17 @@ class _Paid:
     def typical(self) -> float:
         return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
 
-    def tokens_per_second(self, curve: list[float], limit: int) -> float:
-        """The best over depths 1 … limit, a row; `curve`: what a forward of each width costs."""
-        gain, rate, reach, best = 1.0, 0.7, 1.0, 0.0
+    def tokens_per_second(self, curve: list[float], limit: int) -> tuple[float, int]:
+        """The best over depths 1 … limit, a row, and that depth; `curve`: what verifying each depth costs."""
+        gain, rate, reach, best = 1.0, 0.7, 1.0, (0.0, 0)
         for position in range(limit):
             if position < len(self.accepted):
                 reached, accepted = self.accepted[position]
                 rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
             reach *= rate
             gain += reach
-            best = max(best, gain / (curve[position + 1] + (position + 1) * self.typical))
+            depth = position + 1
+            best = max(best, (gain / (curve[depth] + depth * self.typical), depth))
         return best
 
 
@@ -194,7 +231,7 @@ class DepthController:
         if deepest == 0 or self.constant:
             return deepest
         with self._lock:
-            curve = costs.curve(len(drafts), deepest + 1)
+            curve = costs.verify(len(drafts), deepest)
             if curve is None:
                 return 0  # what a plain step costs has to be known first
             gains = [0.0] * (deepest + 1)
@@ -203,6 +240,10 @@ class DepthController:
                 for k in range(deepest + 1):
                     gains[k] += 1.0 + expected[min(k, len(draft.tokens))]
         return max(range(deepest + 1), key=lambda k: gains[k] / curve[k])
+
+    def width(self, rows: int, depth: int, max_depth: int, costs: ForwardCosts) -> int:
+        """How wide to make a forward that verifies `depth` drafted tokens where up to `max_depth` would fit (`ForwardCosts.width`)."""
+        return depth + 1 if self.constant else costs.width(rows, depth, max_depth)
 
     def observe(self, draft: Draft, position: int, accepted: bool) -> None:
         """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
@@ -237,34 +278,32 @@ class RoundPlan:
     def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts):
         self._controller, self._rows, self._costs = controller, rows, costs
 
-    def depth(self, source: str, limit: int) -> tuple[int, float]:
+    def budget(self, source: str, limit: int) -> Budget:
         """
         How deep to draft with a source that costs time.
 
-        It pays if the best of `(1 + E[accepted(k)]) / (verify(k + 1) + k · draft)` is more than a plain step's `1 / verify(1)`. A
-        source that doesn't is tried again after 8 rounds, then 16, 32 … 256.
-
-        Returns:
-            `tuple[int, float]`: the depth, and the chance below which a drafted token isn't worth another draft step.
+        It pays if the best of `(1 + E[accepted(k)]) / (verify(k) + k · draft)` is more than a plain step's `1 / verify(0)`. A source
+        that doesn't is tried again after 8 rounds, then 16, 32 … 256.
         """
         controller = self._controller
         if controller.constant or limit == 0:
-            return limit, 0.0
+            return Budget(limit, limit, 0.0)
         with controller._lock:
             known = controller._known(source)
-            curve = self._costs.curve(self._rows, limit + 1)
+            curve = self._costs.verify(self._rows, limit)
             if curve is None:
-                return 0, 0.0  # what a plain step costs has to be known first
-            best = known.tokens_per_second(curve, limit)
+                return Budget(0, 0, 0.0)  # what a plain step costs has to be known first
+            best, depth = known.tokens_per_second(curve, limit)
             if best > 1.0 / curve[0]:
                 known.idle, known.patience = 0, 8
                 # Another step pays while the chance that its token counts, times what a token costs otherwise, covers the step.
-                return limit, min(0.9, known.typical * best)
+                return Budget(depth, limit, min(0.9, known.typical * best))
             known.idle += 1
             if known.idle < known.patience:
-                return 0, 0.0
+                return Budget(0, 0, 0.0)
             known.idle, known.patience = 0, min(2 * known.patience, self.MAX_PATIENCE)
-            return min(limit, self.PROBE_DEPTH), 0.0
+            probe = min(limit, self.PROBE_DEPTH)
+            return Budget(probe, probe, 0.0)
 
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""
@@ -282,12 +321,12 @@ class RoundPlan:
         if not draft.tokens:
             return False
         with controller._lock:
-            curve = self._costs.curve(self._rows, max(limit, len(draft.tokens)) + 1)
+            curve = self._costs.verify(self._rows, max(limit, len(draft.tokens)))
             if curve is None:
                 return True
             expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
             free = max((1.0 + gain) / curve[k] for k, gain in enumerate(expected))
-            return free >= controller._known(source).tokens_per_second(curve, limit)
+            return free >= controller._known(source).tokens_per_second(curve, limit)[0]
 
 
 class ShadowedDraft:

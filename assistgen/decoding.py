@@ -128,7 +128,7 @@ class Decoding:
             outputs = self._prefill()
             switched.enter_context(self.target.model._optimize_model_for_decode())
             try:
-                self._accept(self.rows, [NOTHING] * len(self.rows), outputs)
+                self._accept(self.rows, [NOTHING] * len(self.rows), outputs, width=1)
             finally:
                 self._emit()
             del outputs
@@ -137,10 +137,10 @@ class Decoding:
 
             while running := self._running():
                 proposals = self._draft(running)
-                drafts = self._choose_depth(running, proposals)
-                outputs = self._verify(running, drafts)
+                drafts, width = self._choose_depth(running, proposals)
+                outputs = self._verify(running, drafts, width)
                 try:
-                    self._accept(running, drafts, outputs)
+                    self._accept(running, drafts, outputs, width)
                 finally:
                     self.target.roll_back([length - 1 for length in self.tokens.lengths])
                     self._emit()
@@ -226,11 +226,13 @@ class Decoding:
             raise ValueError(f"{draft.source!r} drafted ids outside the target's vocabulary of {self.vocab_size}")
         return draft.cut(self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens[:room]))
 
-    def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> list[Draft]:
+    def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> tuple[list[Draft], int]:
+        """The drafts as far as they are to be verified, and the width of the forward that does it."""
         if self.drafter is None or self.drafter.constant_depth:
-            return proposals
+            return proposals, max(len(draft.tokens) for draft in proposals) + 1
         depth = self.controller.trim(proposals, self.costs)
-        return [draft.cut(depth) for draft in proposals]
+        width = self.controller.width(len(running), depth, min(self._room(row) for row in running), self.costs)
+        return [draft.cut(depth) for draft in proposals], width
 
     def _give_up_drafting(self, error: Exception) -> None:
         """A drafter's fault never fails the call: it goes on plainly, and says why."""
@@ -241,29 +243,27 @@ class Decoding:
 
     # 3. verify
 
-    def _verify(self, running: list[Row], drafts: list[Draft]) -> Any:
+    def _verify(self, running: list[Row], drafts: list[Draft], width: int) -> Any:
         for row, draft in zip(running, drafts, strict=True):
             self.tokens.write_draft(row.number, draft.tokens)
             if draft.tokens:
                 self.stats.count_draft(row.number, len(draft.tokens))
-        drafted = [len(draft.tokens) for draft in drafts]
         before = perf_counter()
-        outputs = self.target.verify([row.number for row in running], drafted)
+        outputs = self.target.verify([row.number for row in running], [len(draft.tokens) for draft in drafts], width)
         if outputs.logits.is_cuda:
             torch.cuda.synchronize(outputs.logits.device)  # the logits are read next anyway
         seconds = perf_counter() - before
         self.stats.verify_s += seconds
-        self.costs.record(len(running), max(drafted) + 1, seconds)
+        self.costs.record(len(running), width, seconds)
         return outputs
 
     # 4. accept
 
-    def _accept(self, running: list[Row], drafts: list[Draft], outputs: Any) -> None:
+    def _accept(self, running: list[Row], drafts: list[Draft], outputs: Any, width: int) -> None:
         """Walks each row's draft in order: every processor and criterion sees each committed prefix once, and no other."""
         prefill = not self.rows[0].output
         for row in self.rows:
             row.fresh, row.accepted = [], 0
-        width = max(len(draft.tokens) for draft in drafts) + 1
         logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
         choices = logits.argmax(-1).tolist() if self._vectorised else None
         recorder = self.recorder

@@ -230,6 +230,7 @@ def _generate(
         prefix_allowed_tokens_fn=kwargs.get("prefix_allowed_tokens_fn"),
         cache=next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None),
         streamer=kwargs.pop("streamer", None),
+        tokenizer=tokenizer,
         run=run,
         start=start,
     )

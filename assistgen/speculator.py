@@ -13,6 +13,7 @@ from .control import DepthController
 from .drafters.base import Drafter
 from .drafters.chain import ChainDrafter
 from .drafters.ngram import NGramDrafter
+from .drafters.suffix import SuffixDrafter
 from .stats import SpeculationStats
 
 
@@ -56,6 +57,7 @@ class Speculator:
         self.controller = DepthController(self.config.depth if self.config else "constant")
         self.stats = SpeculationStats()
         self._draft_memory: Any = None
+        self._store: Any = None
         if self.config is not None and _draft_model_of(self.config) is not None:
             from .drafters.draft_model import DraftMemory
 
@@ -88,7 +90,7 @@ class Speculator:
         """The most tokens drafted in a round; `None`: the drafter's own choice."""
         return self.config.max_draft_tokens if self.config is not None else None
 
-    def drafter(self, target: Any, generation_config: Any, device: Any) -> Drafter:
+    def drafter(self, target: Any, generation_config: Any, device: Any, tokenizer: Any = None) -> Drafter:
         """
         A drafter for one call.
 
@@ -96,6 +98,7 @@ class Speculator:
             target (`PreTrainedModel`): the model to draft for.
             generation_config (`GenerationConfig`): of the call.
             device (`torch.device`): of the call's ids.
+            tokenizer (*optional*): the target's, if it is known.
         """
         if self._generator is not None:
             from .drafters.candidates import CandidateGeneratorDrafter
@@ -103,13 +106,22 @@ class Speculator:
             return CandidateGeneratorDrafter(self._generator, device)
         assert self.config is not None
         if self.config.drafters is None:
-            return self._make(self.config, target, generation_config, device)
-        drafters = [self._make(entry, target, generation_config, device) for entry in self.config.drafters]
+            return self._make(self.config, target, generation_config, device, tokenizer)
+        drafters = [self._make(entry, target, generation_config, device, tokenizer) for entry in self.config.drafters]
         return ChainDrafter(drafters, [entry.max_draft_tokens for entry in self.config.drafters])
 
-    def _make(self, config: SpeculationConfig, target: Any, generation_config: Any, device: Any) -> Drafter:
+    def _make(self, config: SpeculationConfig, target: Any, generation_config: Any, device: Any, tokenizer: Any) -> Drafter:
         if config.method == "ngram":
             return NGramDrafter(*config.ngram_sizes)
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        if config.method == "suffix":
+            from .suffix.store import Vocabulary
+
+            return SuffixDrafter(
+                *config.suffix_settings,
+                config.store if config.store is not None else self._own_store(config),
+                Vocabulary.of(tokenizer) if tokenizer is not None else Vocabulary(vocab_size, None),
+            )
         from .drafters.draft_model import DraftModelDrafter, draft_warpers
 
         model = config.model
@@ -118,12 +130,22 @@ class Speculator:
         samples = generation_config.do_sample and config.draft_sample_method == "probabilistic"
         return DraftModelDrafter(
             model,
-            target.config.get_text_config(decoder=True).vocab_size,
+            vocab_size,
             device,
             draft_warpers(generation_config, config.draft_temperature) if samples else None,
             config.draft_confidence_threshold,
             self._draft_memory,
         )
+
+    def _own_store(self, config: SpeculationConfig) -> Any:
+        from .suffix.store import SuffixStore
+
+        with self._lock:
+            if self._store is None and config.suffix_decoding_max_cached_requests:
+                self._store = SuffixStore(
+                    max_requests=config.suffix_decoding_max_cached_requests, max_depth=config.suffix_decoding_max_tree_depth
+                )
+            return self._store
 
     def add(self, stats: SpeculationStats) -> None:
         """Adds a finished call to the totals."""

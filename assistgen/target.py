@@ -57,9 +57,9 @@ class Target(ABC):
         self.forwards += 1 if chunk is None else -(-self.tokens.prompt_length // chunk)
         return outputs
 
-    def _forward(self, inputs: dict[str, Any], width: int) -> Any:
+    def _forward(self, inputs: dict[str, Any], logits_to_keep: int) -> Any:
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = width
+            inputs["logits_to_keep"] = logits_to_keep
         self.forwards += 1
         return self.model(**inputs, return_dict=True)
 
@@ -67,24 +67,28 @@ class Target(ABC):
     def cache(self) -> Any:
         return self.model_kwargs.get(compat.CACHE)
 
-    def verify(self, rows: list[int], drafted: list[int]) -> Any:
+    def verify(self, rows: list[int], drafted: list[int], width: int) -> Any:
         """
         One forward over each row's last committed token and the draft behind it.
 
         Args:
             rows (`list[int]`): the running rows.
             drafted (`list[int]`): length of each one's draft in the `TokenBuffer`.
+            width (`int`): tokens a row, more than `max(drafted)`; what is behind a draft is filling.
 
         Returns:
-            the model's output; `logits` of shape `(len(rows), max(drafted) + 1, vocab)`.
+            the model's output; `logits` of shape `(len(rows), width, vocab)`.
         """
-        return self.forward(rows, [self.tokens.lengths[row] - 1 for row in rows], [count + 1 for count in drafted])
+        starts = [self.tokens.lengths[row] - 1 for row in rows]
+        self.tokens.reserve(max(starts) + width)
+        return self.forward(rows, starts, [count + 1 for count in drafted], width, logits_to_keep=width)
 
     @abstractmethod
-    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         """
-        One forward over the ids `starts[i]` … `starts[i] + counts[i] - 1` of the buffer's row `rows[i]`. All ids before `starts[i]`
-        are in the cache, and none after.
+        One forward over the ids `starts[i]` … `starts[i] + width - 1` of the buffer's row `rows[i]`, of which the first `counts[i]`
+        mean something. All ids before `starts[i]` are in the cache, and none after. At least the last `logits_to_keep` positions
+        get logits.
         """
 
     @abstractmethod
@@ -117,15 +121,15 @@ class OneRow(Target):
             self._recording.enter_context(compat.recording_past(self.cache))
         return outputs
 
-    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
-        end = starts[0] + counts[0]
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
+        end = starts[0] + width
         inputs = self.model.prepare_inputs_for_generation(
             self.tokens.ids[:, :end],
-            next_sequence_length=counts[0] if self.model_kwargs.get("use_cache", True) else None,
+            next_sequence_length=width if self.model_kwargs.get("use_cache", True) else None,
             **self._kwargs(end - self.tokens.prompt_length),
         )
         self._held = end
-        return self._forward(inputs, 1 if last_logits_only else counts[0])
+        return self._forward(inputs, logits_to_keep)
 
     def _kwargs(self, added: int) -> dict[str, Any]:
         """The model kwargs as they are `added` tokens after the prompt: views of tensors that are extended rarely."""
@@ -208,7 +212,7 @@ class ManyRows(Target):
         self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.max_width, self.max_slots)
         return outputs
 
-    def forward(self, rows: list[int], starts: list[int], counts: list[int], last_logits_only: bool = False) -> Any:
+    def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         tokens, cache, device = self.tokens, self._row_cache, self.tokens.ids.device
         assert cache is not None
         if rows != self._rows:
@@ -216,7 +220,7 @@ class ManyRows(Target):
                 self._rejoin()
             cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.needs_all_rows)
             self._rows = list(rows)
-        width, end = max(counts), max(starts) + max(counts)
+        end = max(starts) + width
         tokens.reserve(end)
         index = torch.tensor(rows, device=device)
         first = torch.tensor(starts, device=device)[:, None]
@@ -264,7 +268,7 @@ class ManyRows(Target):
         longest = max(tokens.lengths)
         while (behind := longest - min(tokens.lengths)) > 0:
             fed = [min(longest - length, self.max_width - 1) for length in tokens.lengths]
-            self.verify(self._rows, fed)
+            self.verify(self._rows, fed, max(fed) + 1)
             tokens.lengths = [length + more for length, more in zip(tokens.lengths, fed, strict=True)]
             assert longest - min(tokens.lengths) < behind
         self._row_cache = None

@@ -177,7 +177,7 @@ def test_prompt_lookup_in_our_loop_and_our_ngram_in_theirs():
 
 BAD = {
     "unknown method": ("ngrams", {}, ValueError, "ngram"),
-    "method of an open issue": ("suffix", {}, ValueError, "not available yet"),
+    "method of an open issue": ("early_exit", {}, ValueError, "not available yet"),
     "unknown key": ({"method": "ngram", "num_speculative_token": 3}, {}, ValueError, "num_speculative_tokens"),
     "wrong type": ({"method": "ngram", "num_speculative_tokens": "4"}, {}, TypeError, "num_speculative_tokens"),
     "bool": ({"method": "ngram", "num_speculative_tokens": True}, {}, TypeError, "num_speculative_tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(slots=True)
@@ -74,11 +74,24 @@ class Drafter(ABC):
         """The call is over."""
 
 
+class Budget(NamedTuple):
+    """
+    Attributes:
+        depth (`int`): tokens to draft where the draft can't be looked at on the way.
+        limit (`int`): the most tokens to draft where it can; 0: draft nothing.
+        min_reach (`float`): where it can, a draft ends when the chance that all of it is accepted falls below this.
+    """
+
+    depth: int
+    limit: int
+    min_reach: float
+
+
 class Plan(Protocol):
     """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
 
-    def depth(self, source: str, limit: int) -> tuple[int, float]:
-        """How deep to draft (0 … limit), and the chance of acceptance below which to stop earlier."""
+    def budget(self, source: str, limit: int) -> Budget:
+        """What may be drafted in this round, at most `limit` tokens a row."""
 
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""

@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..config import SpeculationConfig
+from ..control import DepthController, ForwardCosts
 from .base import Draft, Drafter, Plan
-from .ngram import NGramIndex
+from .draft_model import DraftMemory, DraftModelDrafter, draft_warpers
+from .ngram import NGramDrafter
+from .suffix import SuffixDrafter
 
 
-class NGramCandidateGenerator(CandidateGenerator):
+class _OneRowGenerator(CandidateGenerator):
+    """One of our drafters, for transformers' own assisted decoding of one row."""
+
+    requires_model_outputs = False
+
+    def __init__(self, make_drafter: Callable[[], Drafter], num_speculative_tokens: int, max_length: int | None):
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_length = max_length
+        self._make_drafter = make_drafter
+        self._drafter: Drafter | None = None
+        self._seen: torch.Tensor | None = None
+        self._plan = DepthController("constant").plan(1, ForwardCosts())
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the committed tokens.
+
+        Returns:
+            the ids with the draft behind them, `(1, length + draft)`, and the logits that it was drawn from, `(1, draft, vocab)`, or
+            `None` if it is deterministic.
+        """
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"`input_ids` must have one row, got {input_ids.shape[0]}. Batches run in `assistgen.generate`.")
+        drafter = self._take_in(input_ids)
+        room = self.num_speculative_tokens
+        if self.max_length is not None:
+            room = min(room, self.max_length - input_ids.shape[1] - 1)
+        draft = drafter.propose([0], [room], self._plan)[0] if room > 0 else Draft([], drafter.name)
+        if not draft.tokens:
+            return input_ids, None
+        logits = draft.probs.log()[None] if draft.probs is not None else None
+        return torch.cat([input_ids, input_ids.new_tensor([draft.tokens])], dim=1), logits
+
+    def _take_in(self, input_ids: torch.Tensor) -> Drafter:
+        seen = self._seen
+        self._seen = input_ids
+        if self._drafter is None or seen is None or not _goes_on(seen, input_ids):
+            if self._drafter is not None:
+                self._drafter.end()  # another text
+            self._drafter = self._make_drafter()
+            self._drafter.begin(input_ids.tolist())
+        elif input_ids.shape[1] > seen.shape[1]:
+            self._drafter.commit(0, input_ids[0, seen.shape[1] :].tolist())
+        return self._drafter
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+        """Nothing to adapt: the committed tokens arrive with the next `get_candidates`."""
+
+
+def _goes_on(seen: torch.Tensor, input_ids: torch.Tensor) -> bool:
+    return seen.shape[1] <= input_ids.shape[1] and torch.equal(seen, input_ids[:, : seen.shape[1]])
+
+
+class NGramCandidateGenerator(_OneRowGenerator):
     """
     n-gram drafting for transformers' own assisted decoding, one row.
 
@@ -22,8 +79,6 @@ class NGramCandidateGenerator(CandidateGenerator):
         prompt_lookup_min (`int`, *optional*), prompt_lookup_max (`int`, *optional*): shortest and longest n-gram looked up; 2 and 5.
         max_length (`int`, *optional*): the sequence's final length, prompt included; drafts leave room for the target's own token.
     """
-
-    requires_model_outputs = False
 
     def __init__(
         self,
@@ -35,40 +90,76 @@ class NGramCandidateGenerator(CandidateGenerator):
         config = SpeculationConfig(
             num_speculative_tokens=num_speculative_tokens, prompt_lookup_min=prompt_lookup_min, prompt_lookup_max=prompt_lookup_max
         )  # checks them
-        self.num_speculative_tokens = num_speculative_tokens
-        self.max_length = max_length
-        self._sizes = config.ngram_sizes
-        self._index = NGramIndex(*self._sizes)
-        self._seen: torch.Tensor | None = None
+        super().__init__(lambda: NGramDrafter(*config.ngram_sizes), num_speculative_tokens, max_length)
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """
-        Args:
-            input_ids (`torch.LongTensor` of shape `(1, length)`): the committed tokens.
 
-        Returns:
-            the ids with the draft behind them, `(1, length + draft)`, and `None`: the draft is deterministic and has no logits.
-        """
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"`input_ids` must have one row, got {input_ids.shape[0]}. Batches run in `assistgen.generate`.")
-        self._take_in(input_ids)
-        room = self.num_speculative_tokens
-        if self.max_length is not None:
-            room = min(room, self.max_length - input_ids.shape[1] - 1)
-        draft = self._index.propose(room).tokens if room > 0 else []
-        if not draft:
-            return input_ids, None
-        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1), None
+class SuffixCandidateGenerator(_OneRowGenerator):
+    """
+    Suffix decoding for transformers' own assisted decoding, one row.
 
-    def _take_in(self, input_ids: torch.Tensor) -> None:
-        seen = self._seen
-        if seen is None or seen.shape[1] > input_ids.shape[1] or not torch.equal(seen, input_ids[:, : seen.shape[1]]):
-            self._index = NGramIndex(*self._sizes)  # another text
-        self._index.extend(input_ids[0, len(self._index.tokens) :].tolist())
-        self._seen = input_ids
+    Args:
+        num_speculative_tokens (`int`, defaults to 16): the most tokens drafted in a round.
+        suffix_decoding_max_tree_depth, suffix_decoding_max_spec_factor, suffix_decoding_min_token_prob, store: as in
+            `SpeculationConfig`.
+        max_length (`int`, *optional*): the sequence's final length, prompt included; drafts leave room for the target's own token.
+    """
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
-        """Nothing to adapt: the committed tokens arrive with the next `get_candidates`."""
+    def __init__(
+        self,
+        num_speculative_tokens: int = 16,
+        suffix_decoding_max_tree_depth: int = 24,
+        suffix_decoding_max_spec_factor: float | None = None,
+        suffix_decoding_min_token_prob: float | None = None,
+        store: Any = None,
+        max_length: int | None = None,
+    ):
+        config = SpeculationConfig(
+            method="suffix",
+            num_speculative_tokens=num_speculative_tokens,
+            suffix_decoding_max_tree_depth=suffix_decoding_max_tree_depth,
+            suffix_decoding_max_spec_factor=suffix_decoding_max_spec_factor,
+            suffix_decoding_min_token_prob=suffix_decoding_min_token_prob,
+            store=store,
+        )  # checks them
+        super().__init__(lambda: SuffixDrafter(*config.suffix_settings, store), num_speculative_tokens, max_length)
+
+
+class DraftModelCandidateGenerator(_OneRowGenerator):
+    """
+    A draft model for transformers' own assisted decoding, one row, without its nested `generate()`.
+
+    Args:
+        model (`PreTrainedModel`): the draft model, with the target's tokenizer.
+        vocab_size (`int`): the target's.
+        num_speculative_tokens (`int`, defaults to 8): the most tokens drafted in a round.
+        draft_confidence_threshold (`float`, defaults to 0.4): a draft ends before a token that the draft model gives a lower probability.
+        generation_config (`GenerationConfig`, *optional*): of the target's call, to draw drafts from the distribution that it describes;
+            `None` drafts the likeliest tokens.
+        max_length (`int`, *optional*): the sequence's final length, prompt included; drafts leave room for the target's own token.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        num_speculative_tokens: int = 8,
+        draft_confidence_threshold: float | None = 0.4,
+        generation_config: Any = None,
+        max_length: int | None = None,
+    ):
+        SpeculationConfig(
+            method="draft_model",
+            model=model,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_confidence_threshold=draft_confidence_threshold,
+        )  # checks them
+        memory = DraftMemory()
+
+        def make_drafter() -> Drafter:
+            warpers = draft_warpers(generation_config, None) if generation_config is not None else None
+            return DraftModelDrafter(model, vocab_size, model.device, warpers, draft_confidence_threshold, memory)
+
+        super().__init__(make_drafter, num_speculative_tokens, max_length)
 
 
 class CandidateGeneratorDrafter(Drafter):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -25,19 +26,39 @@ from transformers.generation.logits_process import (
 
 from .. import compat
 from ..cache import SLIDING
-from ..target import ManyRows, OneRow, Target, layer_types
+from ..control import DepthController
+from ..target import ManyRows, OneRow, Target, costs_of, layer_types
 from ..tokens import TokenBuffer
 from .base import Draft, Drafter, Plan
+from .ngram import NGramIndex
 
 
 NAME = "draft_model"
 CONFIDENCE_CLASSES = 12
+MAX_GUESS = 4
+"""The most n-gram guesses that ride along in a forward of the draft model."""
+
+
+@dataclass
+class _Chain:
+    """One row's draft while it grows."""
+
+    tokens: list[int]
+    evidence: list[int]
+    probs: list[torch.Tensor]
+    reach: float = 1.0
+    """The chance that all of it is accepted."""
+    is_open: bool = True
 
 
 class DraftMemory:
-    """What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn."""
+    """
+    What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn, and how often n-gram
+    guesses of the draft's own tokens are right.
+    """
 
     def __init__(self) -> None:
+        self.guesses = DepthController()
         self._kept: tuple[list[int], OneRow] | None = None
         self._lock = threading.Lock()
 
@@ -87,12 +108,16 @@ class DraftModelDrafter(Drafter):
         self._warpers = warpers
         self._threshold = confidence_threshold
         self._memory = memory
+        self._guesses = memory.guesses if memory is not None else DepthController()
+        self._costs = costs_of(model)
+        self._indexes: list[NGramIndex] = []
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
         self._drafted: dict[int, list[int]] = {}
 
     def begin(self, rows: Sequence[list[int]]) -> None:
         self._texts = [list(row) for row in rows]
+        self._indexes = [NGramIndex(1, 3, row) for row in rows]
 
     def commit(self, row: int, tokens: list[int]) -> None:
         drafted = self._drafted.pop(row, [])
@@ -103,6 +128,7 @@ class DraftModelDrafter(Drafter):
             # Of the draft, all but the last token is cached.
             self._held[row] = min(self._held[row], len(self._texts[row]) + same)
         self._texts[row] += tokens
+        self._indexes[row].extend(tokens)
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
@@ -113,16 +139,19 @@ class DraftModelDrafter(Drafter):
             runner.close()
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
-        depth, min_reach = plan.depth(self.name, max(max_tokens))
-        if depth == 0:
+        budget = plan.budget(self.name, max(max_tokens))
+        if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
         start_of_call = self._runner is None
         if start_of_call:
             self._start()
         start = perf_counter()
         assert self._runner is not None
-        depth = min(depth, self._runner.max_width - 1)
-        drafts = self._draft(list(rows), [min(room, depth) for room in max_tokens], min_reach, plan)
+        if self.model.device.type == "cpu":
+            limit = min(budget.limit, self._runner.max_width - 1)
+            drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], budget.min_reach, plan)
+        else:
+            drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         longest = max(len(draft.tokens) for draft in drafts)
         if longest and not start_of_call:
@@ -177,88 +206,147 @@ class DraftModelDrafter(Drafter):
         limit = self.model.get_input_embeddings().num_embeddings
         return [token if token < limit else 0 for token in tokens]
 
-    def _draft(self, rows: list[int], rooms: list[int], min_reach: float, plan: Plan) -> list[Draft]:
+    def _draft_looking(self, rows: list[int], rooms: list[int], min_reach: float, plan: Plan) -> list[Draft]:
+        """
+        Where looking at a token costs nothing: the draft ends when going on is no longer expected to pay, and n-gram guesses of the
+        draft's own next tokens ride along in its forwards (staged speculation, arXiv 2308.04623), which change nothing but the speed.
+        """
+        chains = {row: _Chain([], [], [], 1.0, is_open=room > 0) for row, room in zip(rows, rooms, strict=True)}
+        while any(chain.is_open for chain in chains.values()):
+            guesses = self._guess([chains[row] for row in rows], rows, rooms)
+            sequences = [self._texts[row] + chains[row].tokens for row in rows]
+            token, confidence, distribution = self._choose(self._step(rows, sequences, [guess.tokens for guess in guesses]))
+            tokens, confidences = token.tolist(), confidence.tolist()
+            for place, (row, room, guess) in enumerate(zip(rows, rooms, guesses, strict=True)):
+                chain, right = chains[row], 0
+                self._held[row] = len(sequences[place])
+                if not chain.is_open:
+                    continue
+                for position in range(len(guess.tokens) + 1):
+                    confident = confidences[place][position]
+                    if len(chain.tokens) == room or (self._threshold is not None and confident < self._threshold):
+                        chain.is_open = False
+                        break
+                    chain.tokens.append(tokens[place][position])
+                    chain.evidence.append(_evidence(confident))
+                    if distribution is not None:
+                        chain.probs.append(distribution[place, position])
+                    chain.reach *= plan.rate(self.name, chain.evidence[-1])
+                    matches = position < len(guess.tokens) and chain.tokens[-1] == guess.tokens[position]
+                    if position < len(guess.tokens):
+                        self._guesses.observe(guess, position, matches)
+                    if not matches:
+                        break
+                    right += 1
+                self._held[row] += right
+                if len(chain.tokens) == room or chain.reach < min_reach:
+                    chain.is_open = False
+        return [self._finished(chains[row]) for row in rows]
+
+    def _guess(self, chains: list[_Chain], rows: list[int], rooms: list[int]) -> list[Draft]:
+        guesses = []
+        for chain, row, room in zip(chains, rows, rooms, strict=True):
+            more = min(room - len(chain.tokens) - 1, MAX_GUESS) if chain.is_open else 0
+            guesses.append(self._indexes[row].propose(more, chain.tokens))
+        depth = self._guesses.trim(guesses, self._costs)
+        return [guess.cut(depth) for guess in guesses]
+
+    def _draft_blindly(self, rows: list[int], rooms: list[int]) -> list[Draft]:
+        """Where looking at a token would make the host wait: so many steps, and one look at all of them."""
         runner = self._runner
         assert runner is not None
-        logits = self._catch_up(rows)
+        logits = self._step(rows, [self._texts[row] for row in rows], [[] for _ in rows])
         ends = torch.tensor([len(self._texts[row]) + self._padding[row] for row in rows], device=logits.device)
         index = torch.tensor(rows, device=logits.device)
-        reach = [1.0] * len(rows)
-        steps: list[torch.Tensor] = []
-        confidences: list[torch.Tensor] = []
-        distributions: list[Any] = []
-        watches = logits.device.type == "cpu"  # elsewhere looking at a token before the draft is complete would cost a wait
+        for row in rows:
+            self._held[row] = len(self._texts[row])
+        steps = []
         for step in range(max(rooms)):
-            token, confidence, distribution = self._choose(logits)
-            steps.append(token)
-            confidences.append(confidence)
-            distributions.append(distribution)
+            steps.append(self._choose(logits))
             if step + 1 == max(rooms):
                 break
-            if watches:
-                reach = [r * plan.rate(self.name, _evidence(c)) for r, c in zip(reach, confidence.tolist(), strict=True)]
-                unsure = self._threshold is not None and float(confidence.max()) < self._threshold
-                if unsure or max(reach) < min_reach:
-                    break
-            runner.tokens.reserve(int(ends.max()) + step + 2)
-            runner.tokens.ids[index, ends + step] = token
+            runner.tokens.reserve(int(max(len(self._texts[row]) + self._padding[row] for row in rows)) + step + 2)
+            runner.tokens.ids[index, ends + step] = steps[-1][0][:, 0]
             starts = [len(self._texts[row]) + self._padding[row] + step for row in rows]
-            logits = runner.forward(rows, starts, [1] * len(rows)).logits[:, -1]
+            logits = runner.forward(rows, starts, [1] * len(rows), width=1, logits_to_keep=1).logits[:, -1:]
             self.num_forwards += 1
             for row in rows:
                 self._held[row] = len(self._texts[row]) + step + 1
-        tokens = torch.stack(steps, dim=1).tolist()  # the one wait
-        confident = torch.stack(confidences, dim=1).tolist()
+        tokens = torch.cat([token for token, _, _ in steps], dim=1).tolist()  # the one wait
+        confidences = torch.cat([confidence for _, confidence, _ in steps], dim=1).tolist()
         drafts = []
-        for place, room in enumerate(rooms):
-            length = min(room, len(tokens[place]))
+        for place, length in enumerate(rooms):
             if self._threshold is not None:
-                length = next((i for i in range(length) if confident[place][i] < self._threshold), length)
-            evidence = tuple(_evidence(c) for c in confident[place][:length]) or (0,)
-            probs = None
-            if self._warpers is not None and length:
-                probs = torch.stack([d[place] for d in distributions[:length]]).to(self._device)
-            drafts.append(Draft(tokens[place][:length], self.name, evidence, probs, is_free=False))
+                length = next((i for i in range(length) if confidences[place][i] < self._threshold), length)
+            probs = [drawn[place, 0] for _, _, drawn in steps[:length] if drawn is not None]
+            evidence = [_evidence(confidence) for confidence in confidences[place][:length]]
+            drafts.append(self._finished(_Chain(tokens[place][:length], evidence, probs)))
         return drafts
 
-    def _catch_up(self, rows: list[int]) -> torch.Tensor:
-        """One forward (a few for a long way) over what was committed since; returns each row's last logits."""
+    def _finished(self, chain: _Chain) -> Draft:
+        probs = torch.stack(chain.probs).to(self._device) if chain.probs else None
+        return Draft(chain.tokens, self.name, tuple(chain.evidence) or (0,), probs, is_free=False)
+
+    def _step(self, rows: list[int], sequences: list[list[int]], guesses: list[list[int]]) -> torch.Tensor:
+        """
+        One forward (a few for a long way) over all of `sequences` that isn't cached, and the guesses behind them.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, longest guess + 1, vocab)`: logits at each sequence's last token and its guesses.
+        """
         runner = self._runner
         assert runner is not None
-        # The last token is always fed: its logits are what the draft begins with.
-        self._held = [min(held, len(text) - 1) for held, text in zip(self._held, self._texts, strict=True)]
-        runner.roll_back([held + pad for held, pad in zip(self._held, self._padding, strict=True)])
-        last: dict[int, torch.Tensor] = {}
-        while True:
-            counts = [max(1, min(runner.max_width, len(self._texts[row]) - self._held[row])) for row in rows]
-            starts = []
-            for row, count in zip(rows, counts, strict=True):
-                at = min(self._held[row], len(self._texts[row]) - 1)
-                new = self._known(self._texts[row][at : at + count])
-                start = at + self._padding[row]
-                runner.tokens.reserve(start + count + 1)
-                runner.tokens.ids[row, start : start + count] = torch.tensor(new, device=runner.tokens.ids.device)
-                starts.append(start)
-            logits = runner.forward(rows, starts, counts, last_logits_only=isinstance(runner, OneRow)).logits
-            self.num_forwards += 1
-            behind = False
-            for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                self._held[row] = min(len(self._texts[row]), self._held[row] + count)
-                last[row] = logits[place, -1 if isinstance(runner, OneRow) else count - 1]
-                behind = behind or self._held[row] < len(self._texts[row])
-            if not behind:
-                return torch.stack([last[row] for row in rows])
+        # The last token is always fed: its logits are what goes on.
+        held = [min(self._held[row], len(sequence) - 1) for row, sequence in zip(rows, sequences, strict=True)]
+        longest = max(len(guess) for guess in guesses)
+        while max(len(sequence) - at for sequence, at in zip(sequences, held, strict=True)) + longest > runner.max_width:
+            counts = [max(1, min(runner.max_width, len(sequence) - 1 - at)) for sequence, at in zip(sequences, held, strict=True)]
+            self._feed(rows, held, [s[at : at + n] for s, at, n in zip(sequences, held, counts, strict=True)], max(counts), 1)
+            held = [min(at + n, len(sequence) - 1) for at, n, sequence in zip(held, counts, sequences, strict=True)]
+        fed = [sequence[at:] + guess for sequence, at, guess in zip(sequences, held, guesses, strict=True)]
+        width = max(len(ids) for ids in fed)
+        if width == 1:
+            width = self._guesses.width(len(rows), 0, 1, self._costs)
+        before = perf_counter()
+        logits = self._feed(rows, held, fed, width, width - (len(fed[0]) - len(guesses[0]) - 1))
+        if logits.device.type == "cpu":
+            self._costs.record(len(rows), width, perf_counter() - before)
+        if isinstance(runner, OneRow):
+            return logits[:, : longest + 1]
+        first = torch.tensor([len(ids) - len(guess) - 1 for ids, guess in zip(fed, guesses, strict=True)], device=logits.device)
+        at = (first[:, None] + torch.arange(longest + 1, device=logits.device)).clamp_(max=logits.shape[1] - 1)
+        return logits[torch.arange(len(rows), device=logits.device)[:, None], at]
+
+    def _feed(self, rows: list[int], held: list[int], fed: list[list[int]], width: int, logits_to_keep: int) -> torch.Tensor:
+        runner = self._runner
+        assert runner is not None
+        for row, at in zip(rows, held, strict=True):
+            self._held[row] = at
+        runner.roll_back([at + padding for at, padding in zip(self._held, self._padding, strict=True)])
+        starts = [at + self._padding[row] for row, at in zip(rows, held, strict=True)]
+        for row, start, ids in zip(rows, starts, fed, strict=True):
+            runner.tokens.reserve(start + width)
+            runner.tokens.ids[row, start : start + len(ids)] = torch.tensor(self._known(ids), device=runner.tokens.ids.device)
+        logits = runner.forward(rows, starts, [len(ids) for ids in fed], width, logits_to_keep).logits
+        self.num_forwards += 1
+        for row, at, ids in zip(rows, held, fed, strict=True):
+            self._held[row] = at + len(ids)
+        return logits
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Token and its probability for each row, and the distribution it was drawn from (`(rows, target vocabulary)`)."""
-        logits = logits[:, : self._shared].float()
+        """
+        Tokens and their probabilities, `(rows, positions)` each, and the distributions that they were drawn from, `(rows, positions,
+        target vocabulary)`.
+        """
+        logits = logits[..., : self._shared].float()
         if self._warpers is None:
             top, token = logits.max(dim=-1)
             return token, torch.exp(top - torch.logsumexp(logits, dim=-1)), None
-        probs = torch.nn.functional.softmax(self._warpers(None, logits), dim=-1)
-        token = torch.multinomial(probs, num_samples=1).squeeze(1)
-        probs = torch.nn.functional.pad(probs, (0, self._vocab_size - self._shared))
-        return token, probs.gather(1, token[:, None]).squeeze(1), probs
+        probs = torch.nn.functional.softmax(self._warpers(None, logits.flatten(0, 1)), dim=-1)
+        token = torch.multinomial(probs, num_samples=1)
+        confidence = probs.gather(1, token).view(logits.shape[:2])
+        probs = torch.nn.functional.pad(probs, (0, self._vocab_size - self._shared)).view(*logits.shape[:2], -1)
+        return token.view(logits.shape[:2]), confidence, probs
 
 
 def _evidence(confidence: float) -> int:

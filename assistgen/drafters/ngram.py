@@ -54,7 +54,19 @@ class NGramIndex:
                 return size, follow
         return 0, 0
 
-    def propose(self, max_tokens: int) -> Draft:
+    def propose(self, max_tokens: int, tail: Sequence[int] = ()) -> Draft:
+        """
+        Args:
+            max_tokens (`int`): the most tokens to guess.
+            tail (`Sequence[int]`): tokens that aren't committed, after which to guess.
+        """
+        self.tokens += tail
+        draft = self._propose(max_tokens)
+        if tail:
+            del self.tokens[-len(tail) :]
+        return draft
+
+    def _propose(self, max_tokens: int) -> Draft:
         size, follow = self.find()
         if not size or max_tokens < 1:
             return Draft([], NAME)

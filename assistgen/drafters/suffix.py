@@ -1,0 +1,98 @@
+"""Suffix decoding: the longest repetition of what was just said, in the request's own text or a store of earlier ones, goes on.
+
+Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), whose rule scores the continuation of every match length by its expected number
+of accepted tokens. Differences: the text's own end doesn't count as an occurrence, the context of a probability grows along the draft,
+and a draft that reaches the text's end goes on as the repetition it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .base import Draft, Drafter, Plan
+
+
+if TYPE_CHECKING:
+    from ..suffix.index import Proposal, SuffixIndex
+    from ..suffix.store import SuffixStore, Vocabulary
+
+NAME = "suffix"
+EVIDENCE_CLASSES = 12
+
+
+class SuffixDrafter(Drafter):
+    """
+    `method="suffix"`: an index over each row's prompt and output, and the store if there is one; the better score drafts, on a tie the
+    row's own text.
+
+    Args:
+        max_depth (`int`): the longest context, in tokens.
+        max_spec_factor (`float`): a draft is at most so many times as long as its match.
+        min_token_prob (`float`): less likely tokens aren't drafted.
+        store (`SuffixStore`, *optional*): searched, and given the outputs when the call is over.
+        vocabulary (`Vocabulary`, *optional*): tells the store what the ids mean.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        max_depth: int = 24,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+        store: SuffixStore | None = None,
+        vocabulary: Vocabulary | None = None,
+    ):
+        self.max_depth, self.max_spec_factor, self.min_token_prob = max_depth, max_spec_factor, min_token_prob
+        self._store, self._vocabulary = store, vocabulary
+        if store is not None:
+            store.check(vocabulary)
+        self._own: list[SuffixIndex] = []
+        self._cursors: list[list[Any]] = []
+        self._outputs: list[list[int]] = []
+
+    def begin(self, rows: Sequence[list[int]]) -> None:
+        from ..suffix.index import Cursor, SuffixIndex  # numba takes a second to import
+
+        for tokens in rows:
+            index = SuffixIndex(self.max_depth, len(tokens) + 256)
+            index.extend(tokens)
+            self._own.append(index)
+            self._cursors.append([Cursor(index, is_own=True)])
+            self._outputs.append(tokens[-1:])
+            if self._store is not None:
+                self._cursors[-1].append(self._store.cursor())
+                self._cursors[-1][1].advance(tokens)
+
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
+        return [self._propose(row, room) if room > 0 else Draft([], NAME) for row, room in zip(rows, max_tokens, strict=True)]
+
+    def _propose(self, row: int, max_tokens: int) -> Draft:
+        proposals = [cursor.propose(max_tokens, self.max_spec_factor, self.min_token_prob) for cursor in self._cursors[row]]
+        return as_draft(max(proposals, key=lambda proposal: proposal.score))  # the first on a tie
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        self._own[row].extend(tokens)
+        self._outputs[row] += tokens
+        if self._store is not None:
+            self._cursors[row][1].advance(tokens)
+
+    def end(self) -> None:
+        if self._store is not None:
+            for output in self._outputs:
+                self._store.add(output, self._vocabulary)
+        self._own, self._cursors, self._outputs = [], [], []
+
+
+def as_draft(proposal: Proposal) -> Draft:
+    """With evidence for each token: its share of the occurrences, and how long a context it follows."""
+    before, evidence = 1.0, []
+    for position, prob in enumerate(proposal.probs):
+        context = proposal.match_length + position
+        # Laplace's rule of succession stands in for the doubt that a short context leaves; the true rates are learned.
+        doubt = 1.0 - prob / before * (context + 1) / (context + 2)
+        evidence.append(min(EVIDENCE_CLASSES, int(-2 * math.log2(doubt))))
+        before = prob
+    return Draft(proposal.tokens, NAME, tuple(evidence) or (0,))

@@ -1,0 +1,362 @@
+"""
+A suffix automaton over token ids with counts, in flat arrays, compiled by numba. All functions here; the classes are in `index`.
+
+Source: the online construction of Blumer et al. (1985), for several sequences. Each state stands for all substrings that occur at the
+same places; its link leads to the longest suffix that occurs at more. Added to it: how often a state's substrings occur, and which
+token follows them most often (on a tie, the later one). Both are kept for contexts of up to `max_depth` tokens, the only ones asked
+for, so that a token costs at most `max_depth` steps even in a text like "aaaa…".
+
+A state is one row of `states`:
+
+| LENGTH | LINK | COUNT | END | TOKEN | NEXT |
+|---|---|---|---|---|---|
+| of the longest substring | state | occurrences | where the first ends in `text` | that follows most often, or NONE | state it leads to |
+
+Most states have one way on, which stands in the row. The ways on of the others are rows of `edges`, found through the hash table
+`buckets`, and linked in a ring for each state; NEXT is then the complement (`~`) of the row of the most frequent one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+LENGTH, LINK, COUNT, END, TOKEN, NEXT = range(6)
+STATE_FIELDS = 6
+OWNER, EDGE_TOKEN, TARGET, IN_BUCKET, IN_RING = range(5)
+EDGE_FIELDS = 5
+NONE = -1
+ROOT = 0
+# What changes from call to call, in `meta`.
+NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES = range(7)
+META_FIELDS = 7
+SEPARATOR = -1
+
+
+@njit(cache=True, inline="always")
+def _bucket(state: Any, token: Any, num_buckets: Any) -> Any:
+    mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
+
+
+@njit(cache=True)
+def _edge(state: Any, token: Any, edges: Any, buckets: Any) -> Any:
+    edge = buckets[_bucket(state, token, buckets.shape[0])]
+    while edge != NONE and (edges[edge, OWNER] != state or edges[edge, EDGE_TOKEN] != token):
+        edge = edges[edge, IN_BUCKET]
+    return edge
+
+
+@njit(cache=True)
+def follow(state: Any, token: Any, states: Any, edges: Any, buckets: Any) -> Any:
+    """The state that `token` leads to, or NONE."""
+    next_ = states[state, NEXT]
+    if states[state, TOKEN] == token:
+        return next_ if next_ >= 0 else edges[~next_, TARGET]
+    if states[state, TOKEN] == NONE or next_ >= 0:
+        return NONE
+    edge = _edge(state, token, edges, buckets)
+    return edges[edge, TARGET] if edge != NONE else NONE
+
+
+@njit(cache=True)
+def _new_edge(state: Any, token: Any, target: Any, edges: Any, buckets: Any, meta: Any) -> Any:
+    edge = meta[NUM_EDGES]
+    meta[NUM_EDGES] += 1
+    bucket = _bucket(state, token, buckets.shape[0])
+    edges[edge, OWNER] = state
+    edges[edge, EDGE_TOKEN] = token
+    edges[edge, TARGET] = target
+    edges[edge, IN_BUCKET] = buckets[bucket]
+    edges[edge, IN_RING] = edge
+    buckets[bucket] = edge
+    return edge
+
+
+@njit(cache=True)
+def _lead(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> None:
+    """A new way on from a state."""
+    if states[state, TOKEN] == NONE:
+        states[state, TOKEN] = token
+        states[state, NEXT] = target
+        return
+    if states[state, NEXT] >= 0:
+        states[state, NEXT] = ~_new_edge(state, states[state, TOKEN], states[state, NEXT], edges, buckets, meta)
+    first = ~states[state, NEXT]
+    edge = _new_edge(state, token, target, edges, buckets, meta)
+    edges[edge, IN_RING] = edges[first, IN_RING]
+    edges[first, IN_RING] = edge
+
+
+@njit(cache=True)
+def _redirect(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets: Any) -> None:
+    if states[state, NEXT] >= 0:
+        states[state, NEXT] = target
+    elif states[state, TOKEN] == token:
+        edges[~states[state, NEXT], TARGET] = target
+    else:
+        edges[_edge(state, token, edges, buckets), TARGET] = target
+
+
+@njit(cache=True)
+def _clone(state: Any, length: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> Any:
+    """A state of its own for the substrings of `state` up to `length`, before they get an occurrence that the others don't have."""
+    clone = meta[NUM_STATES]
+    meta[NUM_STATES] += 1
+    states[clone] = states[state]
+    states[clone, LENGTH] = length
+    states[state, LINK] = clone
+    if states[state, NEXT] < 0:
+        first = ~states[state, NEXT]
+        new_first = _new_edge(clone, edges[first, EDGE_TOKEN], edges[first, TARGET], edges, buckets, meta)
+        states[clone, NEXT] = ~new_first
+        edge, new_edge = edges[first, IN_RING], new_first
+        while edge != first:
+            newer = _new_edge(clone, edges[edge, EDGE_TOKEN], edges[edge, TARGET], edges, buckets, meta)
+            edges[newer, IN_RING] = new_first
+            edges[new_edge, IN_RING] = newer
+            edge, new_edge = edges[edge, IN_RING], newer
+    return clone
+
+
+@njit(cache=True)
+def _edges_wanted(token: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> Any:
+    """The most edges that `token` can need."""
+    wanted, state = 0, meta[LAST]
+    target = follow(state, token, states, edges, buckets)
+    while target == NONE:
+        wanted += 2
+        state = states[state, LINK]
+        if state == NONE:
+            return wanted
+        target = follow(state, token, states, edges, buckets)
+    if states[state, LENGTH] + 1 != states[target, LENGTH]:
+        wanted += 2  # the state that is split may be one of those above
+        first = ~states[target, NEXT]
+        if first < 0:
+            return wanted
+        edge = first
+        while True:
+            wanted += 1
+            edge = edges[edge, IN_RING]
+            if edge == first:
+                break
+    return wanted
+
+
+@njit(cache=True, inline="always")
+def suffix_state(state: Any, length: Any, states: Any) -> Any:
+    """The state of the suffix of `length` tokens of a substring of `state`."""
+    while state != ROOT and states[states[state, LINK], LENGTH] >= length:
+        state = states[state, LINK]
+    return state
+
+
+@njit(cache=True)
+def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, text: Any, meta: Any) -> None:
+    position, state = meta[NUM_TOKENS], meta[LAST]
+    text[position] = token
+    meta[NUM_TOKENS] = position + 1
+    target = follow(state, token, states, edges, buckets)
+    last = NONE
+    if target == NONE:
+        last = meta[NUM_STATES]
+        meta[NUM_STATES] += 1
+        states[last, LENGTH] = states[state, LENGTH] + 1
+        states[last, LINK] = ROOT
+        states[last, COUNT] = 0
+        states[last, END] = position
+        states[last, TOKEN] = NONE
+        states[last, NEXT] = 0
+        while target == NONE:
+            _lead(state, token, last, states, edges, buckets, meta)
+            state = states[state, LINK]
+            if state == NONE:
+                break
+            target = follow(state, token, states, edges, buckets)
+    if state != NONE:
+        if states[state, LENGTH] + 1 != states[target, LENGTH]:
+            clone = _clone(target, states[state, LENGTH] + 1, states, edges, buckets, meta)
+            old = target
+            while state != NONE and follow(state, token, states, edges, buckets) == old:
+                _redirect(state, token, clone, states, edges, buckets)
+                state = states[state, LINK]
+            target = clone
+        if last == NONE:
+            last = target  # an earlier sequence began with the same tokens
+        else:
+            states[last, LINK] = target
+    meta[LAST] = last
+
+    # One more occurrence of every suffix of up to `max_depth + 1` tokens, and of this token after every suffix before.
+    length = meta[ACTIVE_LENGTH]
+    before = suffix_state(meta[ACTIVE], length, states)
+    length = min(length + 1, max_depth + 1)
+    active = suffix_state(follow(before, token, states, edges, buckets), length, states)
+    meta[ACTIVE], meta[ACTIVE_LENGTH] = active, length
+    state = active
+    while state != ROOT:
+        states[state, COUNT] += 1
+        state = states[state, LINK]
+    state = before
+    while state != NONE:
+        if states[state, TOKEN] != token:
+            edge = _edge(state, token, edges, buckets)
+            if states[edges[edge, TARGET], COUNT] >= states[edges[~states[state, NEXT], TARGET], COUNT]:
+                states[state, TOKEN] = token
+                states[state, NEXT] = ~edge
+        state = states[state, LINK]
+
+
+@njit(cache=True)
+def extend(tokens: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, text: Any, meta: Any) -> Any:
+    """
+    Appends `tokens` to the present sequence.
+
+    Returns:
+        how many were appended: fewer than there are if an array is too small (`meta[WANTED_EDGES]`: how many edges must fit).
+    """
+    for i in range(tokens.shape[0]):
+        if meta[NUM_STATES] + 2 > states.shape[0] or meta[NUM_TOKENS] + 2 > text.shape[0]:
+            return i
+        wanted = meta[NUM_EDGES] + _edges_wanted(tokens[i], states, edges, buckets, meta)
+        if wanted > edges.shape[0]:
+            meta[WANTED_EDGES] = wanted
+            return i
+        _append(tokens[i], max_depth, states, edges, buckets, text, meta)
+    return tokens.shape[0]
+
+
+@njit(cache=True)
+def rebuild_buckets(edges: Any, num_edges: Any, buckets: Any) -> None:
+    """Enters all edges into a new hash table."""
+    buckets[:] = NONE
+    for edge in range(num_edges):
+        bucket = _bucket(edges[edge, OWNER], edges[edge, EDGE_TOKEN], buckets.shape[0])
+        edges[edge, IN_BUCKET] = buckets[bucket]
+        buckets[bucket] = edge
+
+
+@njit(cache=True)
+def advance(tokens: Any, max_depth: Any, cursor: Any, states: Any, edges: Any, buckets: Any) -> None:
+    """Moves `cursor`, the state and length of the longest suffix of another text that occurs here, over its next tokens."""
+    state, length = cursor[0], cursor[1]
+    for token in tokens:
+        state = suffix_state(state, length, states)
+        target = follow(state, token, states, edges, buckets)
+        while target == NONE and state != ROOT:
+            state = states[state, LINK]
+            length = states[state, LENGTH]
+            target = follow(state, token, states, edges, buckets)
+        if target == NONE:
+            length = 0
+        else:
+            length = min(length + 1, max_depth)
+            state = suffix_state(target, length, states)
+    cursor[0], cursor[1] = state, length
+
+
+@njit(cache=True)
+def _walk(
+    state: Any, limit: Any, min_prob: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any, text: Any,
+    num_tokens: Any, tokens: Any, probs: Any,
+) -> Any:  # fmt: skip
+    """
+    The likeliest way on from a state: at each step the token that follows most often, and the share of occurrences that it follows.
+
+    `chain` holds the states of the text's own suffixes if it is the text itself that goes on: their last occurrence, at its very end, is
+    followed by nothing yet, and where the way reaches that end it goes on as a shorter suffix did: a repetition goes on repeating.
+
+    Returns:
+        the number of tokens, and the sum of their probabilities: the expected number of accepted ones.
+    """
+    prob, score, n, copied = 1.0, 0.0, 0, NONE
+    while n < limit:
+        if copied != NONE:  # one occurrence only: what follows is read off the text
+            if copied < num_tokens and text[copied] != SEPARATOR:
+                tokens[n] = text[copied]
+                probs[n] = prob
+                score += prob
+                n += 1
+                copied += 1
+                continue
+            if chain_length == 0:
+                break
+            copied = NONE
+            state = chain[0]
+        count = states[state, COUNT]
+        for i in range(chain_length):
+            if chain[i] == state:
+                # Its end is no occurrence; without another, the longest suffix that has one goes on.
+                while i < chain_length and states[chain[i], COUNT] < 2:
+                    i += 1
+                if i == chain_length:
+                    return n, score
+                state = chain[i]
+                count = states[state, COUNT] - 1
+                break
+        if count == 1:
+            copied = states[state, END] + 1
+            continue
+        next_ = states[state, NEXT]
+        if states[state, TOKEN] == NONE:
+            break
+        target = next_ if next_ >= 0 else edges[~next_, TARGET]
+        prob *= states[target, COUNT] / count
+        if prob < min_prob:
+            break
+        tokens[n] = states[state, TOKEN]
+        probs[n] = prob
+        score += prob
+        n += 1
+        state = suffix_state(target, max_depth, states)
+    return n, score
+
+
+@njit(cache=True)
+def propose(
+    state: Any, length: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, max_depth: Any, states: Any, edges: Any, text: Any,
+    num_tokens: Any, chain: Any, tokens: Any, probs: Any,
+) -> Any:  # fmt: skip
+    """
+    The best of the ways on from all suffixes of a context, by the expected number of accepted tokens; on a tie, the longer suffix's.
+
+    Args:
+        state, length: the longest suffix.
+        is_own: the context is the text's own end, not another text's.
+        max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
+        min_prob: tokens less likely than this are left out.
+        chain, tokens, probs: room for `max_depth + 1` states; for two results of `max_tokens` tokens; for their probabilities.
+
+    Returns:
+        the row of `tokens` and `probs`, the number of tokens, the length of the suffix, the score.
+    """
+    length = min(length, max_depth)
+    state = suffix_state(state, length, states)
+    chain_length = 0
+    if is_own:
+        own = state
+        while own != ROOT:
+            chain[chain_length] = own
+            chain_length += 1
+            own = states[own, LINK]
+    best_row, best_n, best_length, best_score = 0, 0, 0, 0.0
+    while state != ROOT:
+        size = min(states[state, LENGTH], length)
+        if states[state, COUNT] > is_own:
+            limit = min(max_tokens, int(size * factor + 1e-6))
+            if best_score >= limit:
+                break  # shorter suffixes may promise no more
+            n, score = _walk(
+                state, limit, min_prob, max_depth, chain, chain_length, states, edges, text, num_tokens, tokens[1 - best_row],
+                probs[1 - best_row],
+            )  # fmt: skip
+            if score > best_score:
+                best_row, best_n, best_length, best_score = 1 - best_row, n, size, score
+        state = states[state, LINK]
+    return best_row, best_n, best_length, best_score
