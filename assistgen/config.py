@@ -81,8 +81,9 @@ class SpeculationConfig:
             that is larger).
         suffix_decoding_max_tree_depth (`int`, defaults to 24): the longest repetition that is looked for, in tokens.
         suffix_decoding_max_spec_factor (`float`, *optional*): a suffix draft is at most so many times as long as the repetition that
-            stands behind it. `None`: 1.0.
-        suffix_decoding_min_token_prob (`float`, *optional*): tokens that followed more rarely aren't drafted. `None`: 0.1.
+            stands behind it. `None`: as long as it is likely enough.
+        suffix_decoding_min_token_prob (`float`, *optional*): tokens that are less likely to be accepted aren't drafted.
+            `None`: 0.02.
         suffix_decoding_max_cached_requests (`int`, *optional*): a store for so many earlier outputs, in the `Speculator`, in place of
             `store`. 0 and `None`: none.
         store (`SuffixStore`, *optional*): earlier texts that suffix decoding searches, and that this call's outputs are added to.
@@ -190,7 +191,7 @@ class SpeculationConfig:
     def suffix_settings(self) -> tuple[int, float, float]:
         """The longest context, the longest draft by the length of its match, and the least probability of a drafted token."""
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        return self.suffix_decoding_max_tree_depth, 1.0 if factor is None else factor, 0.1 if prob is None else prob
+        return self.suffix_decoding_max_tree_depth, float("inf") if factor is None else factor, 0.02 if prob is None else prob
 
     @property
     def max_draft_tokens(self) -> int:

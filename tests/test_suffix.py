@@ -1,5 +1,6 @@
 """Suffix decoding: the index against brute force, the store's bounds, sharing and files, and both inside generate()."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -40,7 +41,7 @@ class BruteForce:
         return self.sequences[number][end] if end < len(self.sequences[number]) else None
 
     def walk(self, context, limit, min_prob, own):
-        tokens, probs, prob = [], [], 1.0
+        tokens, probs, prob, size = [], [], 1.0, len(context)
         text = self.sequences[-1] if own else None
         while len(tokens) < limit:
             places = self.followers(context, own)
@@ -55,7 +56,7 @@ class BruteForce:
                 break
             latest = {self.token_at(place): place for place in places}
             token = max(counts, key=lambda token: (counts[token], latest[token]))
-            prob *= counts[token] / len(places)
+            prob *= (counts[token] - 3 / (size + len(tokens) + 4)) / len(places)
             if prob < min_prob:
                 break
             tokens.append(token)
@@ -69,7 +70,7 @@ class BruteForce:
         for size in range(min(len(context), self.depth), 0, -1):
             suffix = context[-size:]
             if self.followers(suffix, own):
-                tokens, probs = self.walk(suffix, min(max_tokens, int(size * factor + 1e-6)), min_prob, own)
+                tokens, probs = self.walk(suffix, int(min(max_tokens, size * factor + 1e-6)), min_prob, own)
                 if sum(probs) > best[2] + 1e-9:
                     best = (tokens, probs, sum(probs), size)
         return best
@@ -88,7 +89,7 @@ def texts(draw):
 
 RULES = {
     "max_tokens": st.integers(1, 20),
-    "factor": st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    "factor": st.sampled_from([0.5, 1.0, 2.0, math.inf]),
     "min_prob": st.sampled_from([0.0, 0.1, 0.4, 0.9]),
     "depth": st.integers(1, 9),
 }
@@ -156,9 +157,9 @@ def test_counts_equal_brute_force(text, depth):
 def test_a_repetition_goes_on():
     index = SuffixIndex()
     index.extend([7, 1, 2, 3, 1, 2, 3])
-    proposal = Cursor(index, is_own=True).propose(10, max_spec_factor=4)
+    proposal = Cursor(index, is_own=True).propose(10)
     assert proposal.tokens == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-    assert proposal.probs == [1.0] * 10  # the text's own end is no occurrence
+    assert proposal.probs[:2] == pytest.approx([4 / 7, 4 / 7 * 5 / 8])  # the text's own end is no occurrence
 
 
 def test_a_long_run_costs_no_more_than_any_text():
@@ -252,7 +253,7 @@ def test_store_file(tmp_path):
     for mine in (store, again):
         cursor = mine.cursor()
         cursor.advance([15, 1])
-        assert cursor.propose(8, 4.0).tokens == [2, 3, 15]
+        assert cursor.propose(8).tokens == [2, 3, 15]
     with pytest.raises(ValueError, match="another tokenizer"):
         again.add([1], Vocabulary(50, "b"))
     assert os.listdir(tmp_path) == ["store"]

@@ -1,8 +1,8 @@
 """Suffix decoding: the longest repetition of what was just said, in the request's own text or a store of earlier ones, goes on.
 
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), whose rule scores the continuation of every match length by its expected number
-of accepted tokens. Differences: the text's own end doesn't count as an occurrence, the context of a probability grows along the draft,
-and a draft that reaches the text's end goes on as the repetition it is.
+of accepted tokens. Differences: the text's own end doesn't count as an occurrence, a short context and a rare continuation are trusted
+less, the context of a probability grows along the draft, and a draft that reaches the text's end goes on as the repetition it is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 NAME = "suffix"
 EVIDENCE_CLASSES = 12
+STORE_TRUST = 0.5
+"""What a store's score counts beside that of the row's own text: edits of a text that the store also knows otherwise follow the old one."""
 
 
 class SuffixDrafter(Drafter):
     """
-    `method="suffix"`: an index over each row's prompt and output, and the store if there is one; the better score drafts, on a tie the
-    row's own text.
+    `method="suffix"`: an index over each row's prompt and output, and the store if there is one; the better score drafts.
 
     Args:
         max_depth (`int`): the longest context, in tokens.
@@ -40,8 +41,8 @@ class SuffixDrafter(Drafter):
     def __init__(
         self,
         max_depth: int = 24,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
+        max_spec_factor: float = math.inf,
+        min_token_prob: float = 0.02,
         store: SuffixStore | None = None,
         vocabulary: Vocabulary | None = None,
     ):
@@ -70,8 +71,8 @@ class SuffixDrafter(Drafter):
         return [self._propose(row, room) if room > 0 else Draft([], NAME) for row, room in zip(rows, max_tokens, strict=True)]
 
     def _propose(self, row: int, max_tokens: int) -> Draft:
-        proposals = [cursor.propose(max_tokens, self.max_spec_factor, self.min_token_prob) for cursor in self._cursors[row]]
-        return as_draft(max(proposals, key=lambda proposal: proposal.score))  # the first on a tie
+        own, *others = [cursor.propose(max_tokens, self.max_spec_factor, self.min_token_prob) for cursor in self._cursors[row]]
+        return as_draft(next((other for other in others if STORE_TRUST * other.score > own.score), own))
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self._own[row].extend(tokens)
@@ -87,12 +88,9 @@ class SuffixDrafter(Drafter):
 
 
 def as_draft(proposal: Proposal) -> Draft:
-    """With evidence for each token: its share of the occurrences, and how long a context it follows."""
+    """With evidence for each token: a class of its own chance, whose true rate is learned."""
     before, evidence = 1.0, []
-    for position, prob in enumerate(proposal.probs):
-        context = proposal.match_length + position
-        # Laplace's rule of succession stands in for the doubt that a short context leaves; the true rates are learned.
-        doubt = 1.0 - prob / before * (context + 1) / (context + 2)
-        evidence.append(min(EVIDENCE_CLASSES, int(-2 * math.log2(doubt))))
+    for prob in proposal.probs:
+        evidence.append(min(EVIDENCE_CLASSES, int(-3 * math.log2(1.0 - prob / before))))
         before = prob
     return Draft(proposal.tokens, NAME, tuple(evidence) or (0,))

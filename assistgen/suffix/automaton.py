@@ -261,13 +261,23 @@ def advance(tokens: Any, max_depth: Any, cursor: Any, states: Any, edges: Any, b
     cursor[0], cursor[1] = state, length
 
 
+@njit(cache=True, inline="always")
+def _chance(followed: Any, occurrences: Any, context: Any) -> Any:
+    """
+    The chance that a token comes next that followed so many of so many occurrences of a context of so many tokens: absolute discounting
+    (Ney, Essen and Kneser, 1994), the discount smaller for a longer context. Measured on code, edits and answers, the token after a
+    context that occurred once is right in 40 % of cases after one token, 50 % after two, 70 % after five, 85 % after sixteen.
+    """
+    return (followed - 3.0 / (context + 4.0)) / occurrences
+
+
 @njit(cache=True)
 def _walk(
-    state: Any, limit: Any, min_prob: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any, text: Any,
+    state: Any, size: Any, limit: Any, min_prob: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any, text: Any,
     num_tokens: Any, tokens: Any, probs: Any,
 ) -> Any:  # fmt: skip
     """
-    The likeliest way on from a state: at each step the token that follows most often, and the share of occurrences that it follows.
+    The likeliest way on from a state's substring of `size` tokens: at each step the token that follows most often.
 
     `chain` holds the states of the text's own suffixes if it is the text itself that goes on: their last occurrence, at its very end, is
     followed by nothing yet, and where the way reaches that end it goes on as a shorter suffix did: a repetition goes on repeating.
@@ -279,6 +289,9 @@ def _walk(
     while n < limit:
         if copied != NONE:  # one occurrence only: what follows is read off the text
             if copied < num_tokens and text[copied] != SEPARATOR:
+                prob *= _chance(1, 1, size + n)
+                if prob < min_prob:
+                    break
                 tokens[n] = text[copied]
                 probs[n] = prob
                 score += prob
@@ -307,7 +320,7 @@ def _walk(
         if states[state, TOKEN] == NONE:
             break
         target = next_ if next_ >= 0 else edges[~next_, TARGET]
-        prob *= states[target, COUNT] / count
+        prob *= _chance(states[target, COUNT], count, size + n)
         if prob < min_prob:
             break
         tokens[n] = states[state, TOKEN]
@@ -349,11 +362,11 @@ def propose(
     while state != ROOT:
         size = min(states[state, LENGTH], length)
         if states[state, COUNT] > is_own:
-            limit = min(max_tokens, int(size * factor + 1e-6))
+            limit = int(min(max_tokens, size * factor + 1e-6))
             if best_score >= limit:
                 break  # shorter suffixes may promise no more
             n, score = _walk(
-                state, limit, min_prob, max_depth, chain, chain_length, states, edges, text, num_tokens, tokens[1 - best_row],
+                state, size, limit, min_prob, max_depth, chain, chain_length, states, edges, text, num_tokens, tokens[1 - best_row],
                 probs[1 - best_row],
             )  # fmt: skip
             if score > best_score:

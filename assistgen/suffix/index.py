@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ class Proposal:
     Attributes:
         tokens (`list[int]`): each token's parent comes before it.
         parents (`list[int]`): index of the token that each one follows, -1 for the context's end. One branch so far: -1, 0, 1, …
-        probs (`list[float]`): the share of earlier occurrences in which all went as it does up to this token.
+        probs (`list[float]`): the estimated chance that all is accepted up to this token.
         score (`float`): their sum, the expected number of accepted tokens.
         match_length (`int`): length of the suffix of the context that stands behind it, in tokens; 0 if there is none.
     """
@@ -151,7 +152,7 @@ class Cursor:
         new = np.asarray(tokens, np.int32)
         automaton.advance(new, index.max_depth, self._at, index._states, index._edges, index._buckets)
 
-    def propose(self, max_tokens: int, max_spec_factor: float = 1.0, min_token_prob: float = 0.1) -> Proposal:
+    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
         """
         Args:
             max_tokens (`int`): the most tokens to propose.

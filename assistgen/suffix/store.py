@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import tempfile
 import threading
@@ -229,7 +230,7 @@ class StoreCursor:
     def advance(self, tokens: Sequence[int]) -> None:
         self._behind += tokens[-self._store.max_depth :]
 
-    def propose(self, max_tokens: int, max_spec_factor: float = 1.0, min_token_prob: float = 0.1) -> Proposal:
+    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
         """As `Cursor.propose`: the best of all blocks; on a tie, the latest."""
         store = self._store
         best = Proposal()
