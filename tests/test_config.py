@@ -31,13 +31,13 @@ def test_a_vllm_config_runs(caplog):
     assert sum("draft_tensor_parallel_size" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("method", ["suffix", "auto", "early_exit"])
+@pytest.mark.parametrize("method", ["auto", "early_exit"])
 def test_methods_of_open_issues(method):
     with pytest.raises(ValueError, match="not available yet"):
         Speculator({"method": method})
 
 
-@pytest.mark.parametrize("key", ["store", "min_acceptance", "draft_timeout_s", "compile", "lookup_ids"])
+@pytest.mark.parametrize("key", ["min_acceptance", "draft_timeout_s", "compile", "lookup_ids"])
 def test_reserved_keys(key):
     with pytest.raises(ValueError, match=f"`{key}` is not available yet"):
         SpeculationConfig.from_dict({"method": "ngram", key: 1})

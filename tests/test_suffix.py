@@ -71,7 +71,7 @@ class BruteForce:
             suffix = context[-size:]
             if self.followers(suffix, own):
                 tokens, probs = self.walk(suffix, int(min(max_tokens, size * factor + 1e-6)), min_prob, own)
-                if sum(probs) > best[2] + 1e-9:
+                if sum(probs) > best[2] * 2.5 + 1e-9:
                     best = (tokens, probs, sum(probs), size)
         return best
 
@@ -212,15 +212,19 @@ def test_store_keeps_the_latest(sequences, context, max_requests, max_tokens_kep
     fresh = store.cursor()
     fresh.advance(context)
     proposal = fresh.propose(max_tokens, factor, min_prob)
-    best = ([], [], 0.0, 0)
+    found = []
     for block in reversed(store._blocks):
         parts, at, tokens = [], 0, list(map(int, block.tokens()))
         for length in block.lengths:
             parts.append(tokens[at : at + length])
             at += length
-        found = BruteForce(parts, depth).propose(context, max_tokens, factor, min_prob)
-        if found[2] > best[2] + 1e-9:
-            best = found
+        reference = BruteForce(parts, depth)
+        longest = max((size for size in range(1, min(len(context), depth) + 1) if reference.followers(context[-size:])), default=0)
+        found.append((longest, reference.propose(context, max_tokens, factor, min_prob)))
+    best = ([], [], 0.0, 0)
+    for _, proposed in sorted(found, key=lambda entry: -entry[0]):
+        if proposed[2] > best[2] * (2.5 if proposed[3] < best[3] else 1) + 1e-9:
+            best = proposed
     agrees(proposal, best)
 
 

@@ -34,6 +34,9 @@ ROOT = 0
 NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES = range(7)
 META_FIELDS = 7
 SEPARATOR = -1
+# A longer context says more than its few occurrences let it seem: in replays of code, edits and answers 1.0 takes up to 3 % fewer tokens
+# a step than 2.5, and no more are taken if shorter contexts can't win at all.
+SHORTER_PROMISE = 2.5
 
 
 @njit(cache=True, inline="always")
@@ -337,7 +340,8 @@ def propose(
     num_tokens: Any, chain: Any, tokens: Any, probs: Any,
 ) -> Any:  # fmt: skip
     """
-    The best of the ways on from all suffixes of a context, by the expected number of accepted tokens; on a tie, the longer suffix's.
+    The best of the ways on from all suffixes of a context, by the expected number of accepted tokens, of which a shorter suffix has to
+    promise `SHORTER_PROMISE` times as many as a longer one.
 
     Args:
         state, length: the longest suffix.
@@ -363,13 +367,13 @@ def propose(
         size = min(states[state, LENGTH], length)
         if states[state, COUNT] > is_own:
             limit = int(min(max_tokens, size * factor + 1e-6))
-            if best_score >= limit:
-                break  # shorter suffixes may promise no more
+            if best_score * SHORTER_PROMISE >= limit:
+                break
             n, score = _walk(
                 state, size, limit, min_prob, max_depth, chain, chain_length, states, edges, text, num_tokens, tokens[1 - best_row],
                 probs[1 - best_row],
             )  # fmt: skip
-            if score > best_score:
+            if score > best_score * SHORTER_PROMISE:
                 best_row, best_n, best_length, best_score = 1 - best_row, n, size, score
         state = states[state, LINK]
     return best_row, best_n, best_length, best_score

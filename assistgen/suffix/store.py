@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .automaton import SHORTER_PROMISE
 from .index import Cursor, Proposal, SuffixIndex
 
 
@@ -231,7 +232,7 @@ class StoreCursor:
         self._behind += tokens[-self._store.max_depth :]
 
     def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
-        """As `Cursor.propose`: the best of all blocks; on a tie, the latest."""
+        """As `Cursor.propose`: the best of all blocks, by the same rule; on a tie, the latest."""
         store = self._store
         best = Proposal()
         with store._lock:
@@ -247,10 +248,12 @@ class StoreCursor:
                 else:
                     cursor.advance(behind)
                 cursors[block] = cursor
-                if best.score < min(max_tokens, cursor.match_length * max_spec_factor):
-                    proposal = cursor.propose(max_tokens, max_spec_factor, min_token_prob)
-                    if proposal.score > best.score:
-                        best = proposal
+            for cursor in sorted(cursors.values(), key=lambda cursor: -cursor.match_length):
+                if best.score * SHORTER_PROMISE >= min(max_tokens, cursor.match_length * max_spec_factor):
+                    break
+                proposal = cursor.propose(max_tokens, max_spec_factor, min_token_prob)
+                if proposal.score > best.score * (SHORTER_PROMISE if proposal.match_length < best.match_length else 1.0):
+                    best = proposal
             self._cursors = cursors
         return best
 
