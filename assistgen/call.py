@@ -102,8 +102,10 @@ class Call:
             target=target,
             tokens=tokens,
             rows=[Row(number, processors[number], row_criteria(stopping_criteria)) for number in range(num_rows)],
-            drafter=speculator.drafter(model, generation_config, input_ids.device, self.tokenizer) if speculator is not None else None,
-            max_draft_tokens=speculator.max_draft_tokens if speculator is not None else 0,
+            drafter=speculator.drafter(model, generation_config, input_ids.device, stats, self.tokenizer)
+            if speculator is not None
+            else None,
+            max_draft_tokens=speculator.max_draft_tokens if speculator is not None else lambda rows: 0,
             judges_blocks=speculator is not None and speculator.uses_blocks,
             controller=speculator.controller if speculator is not None else DepthController(),
             costs=costs_of(model),
@@ -112,7 +114,6 @@ class Call:
             recorder=Recorder(generation_config, model_kwargs, num_rows, model.config.is_encoder_decoder),
             streamer=self.streamer,
             position_limit=getattr(config, "max_position_embeddings", None),
-            vocab_size=config.vocab_size,
             prompt_tokens=lambda: _prompts(input_ids, model_kwargs.get("attention_mask")),
             stats=stats,
             start=self.start,

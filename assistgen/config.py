@@ -18,15 +18,12 @@ logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
 ALIASES = {"prompt_lookup": "ngram"}
-AVAILABLE = ("ngram", "suffix", "draft_model")
+AVAILABLE = ("auto", "ngram", "suffix", "draft_model")
 """Methods that can be asked for today; the others say that they are not available yet."""
 
 NOT_YET = {
     "use_heterogeneous_vocab": "drafts with a foreign tokenizer",
     "lookup_ids": "inputs_embeds prompts",
-    "num_speculative_tokens_per_batch_size": "the control of depth by load",
-    "min_acceptance": "the control of depth by load",
-    "draft_timeout_s": "the control of depth by load",
     "compile": "the compiled path",
 }
 """Reserved keys, and the feature that each waits for."""
@@ -57,7 +54,7 @@ LOSSY = frozenset({"synthetic_acceptance_rates", "synthetic_acceptance_length", 
 """Keys that would change what the target says: refused."""
 
 CHOICES = {
-    "depth": ("adaptive", "constant"),
+    "depth": ("adaptive", "constant", "heuristic", "confidence"),
     "draft_sample_method": ("greedy", "probabilistic"),
     "rejection_sample_method": ("standard", "block"),
 }
@@ -69,12 +66,14 @@ class SpeculationConfig:
     How to speculate. Frozen; a wrong value raises a `ValueError` or `TypeError` that names the key.
 
     Args:
-        method (`str`, defaults to `"ngram"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"` or
-            `"draft_model"`.
+        method (`str`, defaults to `"auto"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"`, `"draft_model"`, or `"auto"`:
+            suffix decoding, n-grams if their sizes are given, and `model` if there is one, chosen each round by what they promise.
         model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). It must have
             the target's tokenizer; padded vocabularies are fine.
         num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
             most 16 tokens wide.
+        num_speculative_tokens_per_batch_size (`list`, *optional*): `(start, end, most)`: at most so many tokens are drafted a row while
+            `start` … `end` rows run. A gap between entries belongs to the one before, as in vLLM.
         prompt_lookup_min (`int`, *optional*): shortest n-gram that is looked up, in tokens. `None`: 2 (or `prompt_lookup_max` if
             that is smaller).
         prompt_lookup_max (`int`, *optional*): longest n-gram that is looked up, in tokens. `None`: 5 (or `prompt_lookup_min` if
@@ -88,7 +87,8 @@ class SpeculationConfig:
             `store`. 0 and `None`: none.
         store (`SuffixStore`, *optional*): earlier texts that suffix decoding searches, and that this call's outputs are added to.
         depth (`str`, defaults to `"adaptive"`): `"adaptive"` verifies as many drafted tokens as are expected to pay, none included;
-            `"constant"` verifies every drafted token.
+            `"constant"` verifies every drafted token; `"heuristic"` two more after a draft that was accepted whole, one less after
+            another (transformers' rule); `"confidence"` those that the drafter gives at least `draft_confidence_threshold`, or 0.4.
         draft_sample_method (`str`, defaults to `"greedy"`): when sampling, `"greedy"` drafts the draft model's likeliest token (with the
             same seed the text is plain decoding's); `"probabilistic"` draws from its distribution, which is accepted more often.
         rejection_sample_method (`str`, defaults to `"standard"`): for probabilistic drafts, token by token, or `"block"` (block
@@ -96,13 +96,16 @@ class SpeculationConfig:
         draft_temperature (`float`, *optional*): of probabilistic drafts. `None`: the target's.
         draft_confidence_threshold (`float`, *optional*): a draft ends before a token that the draft model gives a lower probability.
             `None`: as long as drafting on is expected to pay.
+        min_acceptance (`float`, *optional*): a drafter of whose tokens fewer are accepted is out of the call.
+        draft_timeout_s (`float`, *optional*): a drafter that takes longer in a round is out of the call; its thread is left behind.
         drafters (`list`, *optional*): several drafters as one, each a method name or a dict with these keys; the earlier ones are asked
             first, a draft model only where their drafts promise less. In place of `method`.
     """
 
-    method: str = "ngram"
+    method: str = "auto"
     model: Any = None
     num_speculative_tokens: int | None = None
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -115,6 +118,8 @@ class SpeculationConfig:
     rejection_sample_method: str = "standard"
     draft_temperature: float | None = None
     draft_confidence_threshold: float | None = None
+    min_acceptance: float | None = None
+    draft_timeout_s: float | None = None
     drafters: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -133,12 +138,6 @@ class SpeculationConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"`prompt_lookup_min` ({low}) must not be larger than `prompt_lookup_max` ({high}).")
-        if low is None:
-            low = 2 if high is None else min(2, high)
-        if high is None:
-            high = max(5, low)
-        object.__setattr__(self, "prompt_lookup_min", low)
-        object.__setattr__(self, "prompt_lookup_max", high)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
@@ -146,6 +145,9 @@ class SpeculationConfig:
         _check_number("draft_confidence_threshold", self.draft_confidence_threshold, 0.0, 1.0, "between 0 and 1", inclusive=True)
         _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, float("inf"), "larger than 0")
         _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0, "between 0 and 1", inclusive=True)
+        _check_number("min_acceptance", self.min_acceptance, 0.0, 1.0, "between 0 and 1", inclusive=True)
+        _check_number("draft_timeout_s", self.draft_timeout_s, 0.0, float("inf"), "larger than 0")
+        self._check_batch_sizes()
         if self.suffix_decoding_max_cached_requests != 0:
             _check_count("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests)
         self._check_store(method)
@@ -153,18 +155,32 @@ class SpeculationConfig:
             self._check_chain()
         elif method == "draft_model" and self.model is None:
             raise ValueError("`method='draft_model'` needs `model=`: the draft model, its folder or its hub id.")
-        elif method != "draft_model" and self.model is not None:
-            raise ValueError(f"`model` doesn't go with `method={method!r}`. Use `method='draft_model'`, or `drafters=` for several.")
+        elif method not in ("auto", "draft_model") and self.model is not None:
+            raise ValueError(f"`model` doesn't go with `method={method!r}`. Use `method='draft_model'`, or `'auto'` for both.")
 
     def _check_store(self, method: str) -> None:
         if self.store is None:
             return
         if not callable(getattr(self.store, "cursor", None)):
             raise TypeError(f"`store` must be a SuffixStore, got {type(self.store).__name__}.")
-        if self.drafters is not None or method != "suffix":
-            raise ValueError("`store` goes with `method='suffix'` (in a chain, into its own entry of `drafters`).")
+        if self.drafters is not None or method not in ("auto", "suffix"):
+            raise ValueError("`store` goes with `method='suffix'` or `'auto'` (in a chain, into suffix's own entry of `drafters`).")
         if self.suffix_decoding_max_cached_requests:
             raise ValueError("`suffix_decoding_max_cached_requests` is for a store of the `Speculator`'s own. `store` has its own bounds.")
+
+    def _check_batch_sizes(self) -> None:
+        name, entries = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
+        if entries is None:
+            return
+        if isinstance(entries, (str, Mapping)) or not isinstance(entries, Sequence):
+            raise TypeError(f"`{name}` must be a list of (start, end, most), got {type(entries).__name__}.")
+        for entry in entries:
+            if not isinstance(entry, Sequence) or len(entry) != 3 or not all(type(number) is int for number in entry):
+                raise TypeError(f"`{name}` must hold (start, end, most) in integers, got {entry!r}.")
+            start, end, most = entry
+            if not (1 <= start <= end and most >= 0):
+                raise ValueError(f"`{name}` must hold 1 <= start <= end and most >= 0, got {entry!r}.")
+        object.__setattr__(self, name, tuple(tuple(entry) for entry in entries))
 
     def _check_chain(self) -> None:
         if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence) or not self.drafters:
@@ -172,8 +188,12 @@ class SpeculationConfig:
         if self.model is not None:
             raise ValueError("`model` goes into the draft model's own entry of `drafters`.")
         chain = [SpeculationConfig.of(entry) for entry in self.drafters]
+        if self.depth == "confidence":  # the drafters' own business; the other strategies are the controller's
+            chain = [dataclasses.replace(entry, depth="confidence") for entry in chain]
         if any(entry.drafters is not None for entry in chain):
             raise ValueError("`drafters` can't hold another chain.")
+        if any(entry.method == "auto" for entry in chain):
+            raise ValueError("`drafters` names the drafters itself: 'auto' can't be one of them.")
         if sum(entry.method == "draft_model" for entry in chain) > 1 or any(entry.method == "draft_model" for entry in chain[:-1]):
             raise ValueError("`drafters` takes one draft model, in the last place: the others cost nothing, so they are asked first.")
         object.__setattr__(self, "drafters", tuple(chain))
@@ -183,22 +203,50 @@ class SpeculationConfig:
     @property
     def ngram_sizes(self) -> tuple[int, int]:
         """The shortest and the longest n-gram that is looked up."""
-        assert self.prompt_lookup_min is not None
-        assert self.prompt_lookup_max is not None
-        return self.prompt_lookup_min, self.prompt_lookup_max
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None:
+            low = 2 if high is None else min(2, high)
+        return low, max(5, low) if high is None else high
 
     @property
     def suffix_settings(self) -> tuple[int, float, float]:
         """The longest context, the longest draft by the length of its match, and the least probability of a drafted token."""
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if prob is None and self.depth == "confidence":
+            prob = self.confidence_threshold
         return self.suffix_decoding_max_tree_depth, float("inf") if factor is None else factor, 0.02 if prob is None else prob
+
+    @property
+    def confidence_threshold(self) -> float | None:
+        """The probability below which a drafted token ends the draft; `None`: none by itself."""
+        if self.draft_confidence_threshold is None and self.depth == "confidence":
+            return 0.4
+        return self.draft_confidence_threshold
+
+    @property
+    def chain(self) -> tuple[SpeculationConfig, ...]:
+        """The drafters one by one, in the order in which they are asked."""
+        if self.drafters is not None:
+            return tuple(self.drafters)
+        if self.method != "auto":
+            return (self,)
+        found = [dataclasses.replace(self, method="suffix", model=None)]
+        others: dict[str, Any] = {"store": None, "suffix_decoding_max_cached_requests": None}
+        if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
+            found.append(dataclasses.replace(self, method="ngram", model=None, **others))
+        if self.model is not None:
+            found.append(dataclasses.replace(self, method="draft_model", **others))
+        return tuple(found)
 
     @property
     def max_draft_tokens(self) -> int:
         """The most tokens drafted in a round."""
-        if self.num_speculative_tokens is not None:
-            return self.num_speculative_tokens
-        return 15
+        return 15 if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    def max_draft_tokens_of(self, rows: int) -> int:
+        """The most tokens drafted a row in a round of so many rows."""
+        caps = [most for start, _, most in sorted(self.num_speculative_tokens_per_batch_size or ()) if start <= rows]
+        return min(self.max_draft_tokens, *caps[-1:]) if caps else self.max_draft_tokens
 
     @classmethod
     def of(cls, value: Any) -> SpeculationConfig:

@@ -1,7 +1,8 @@
-"""How deep to speculate: acceptance estimated from what happened, cost measured in this process, the best ratio taken.
+"""How deep to speculate: acceptance estimated from what happened, cost measured in this process, the best use of the time taken.
 
-The depth of a round maximises expected tokens per second, `sum over rows (1 + E[accepted(k)]) / cost(k + 1)`, and k = 0, a plain
-step, is always one of the choices. (The objective is that of goodput, arXiv 2406.14066.) Plain numbers; no torch, no transformers.
+A round of depth k brings `G(k)` tokens in `C(k)` seconds. With λ, the tokens a second that decoding makes at present, the best k is the one
+with the largest `G(k) - λ·C(k)`: what it brings, less what would have been brought in its time anyway (renewal-reward). k = 0, a plain
+step, is always one of the choices. Throughput as the aim follows goodput (arXiv 2406.14066). Plain numbers; no torch, no transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ForwardCosts:
 
     SAMPLES = 9
     HALF_LIFE = 512
-    """Forwards after which a measurement counts half."""
+    """Forwards after which a measurement counts half, from"""
+    OUT_OF_DATE = 4
+    """so many half-lives on."""
     WORTH_FILLING = 0.98
     """A wider forward than needed has to cost less than this share."""
 
@@ -54,13 +57,15 @@ class ForwardCosts:
         if not known or known[0][0] != 1:
             return None
         plain = known[0][1].typical
+        costs = [plain]
+        for at, (_, shape) in enumerate(known[1:], start=1):
+            # A fresh measurement leans on its neighbours. One that is long out of date leans on hope, and is made again.
+            age = (self._forwards - shape.last) / self.HALF_LIFE
+            lean = plain if age > self.OUT_OF_DATE else self._between(known, at)
+            weight = len(shape.samples) * 0.5**age if age > self.OUT_OF_DATE else len(shape.samples)
+            costs.append((weight * shape.typical + 0.5 * lean) / (weight + 0.5))
         curve: list[float] = []
-        for width, shape in known:
-            cost = shape.typical
-            if width > 1:
-                # Half a measurement of "costs no more than a plain step" is mixed in: hope that fades with evidence, and returns with age.
-                weight = len(shape.samples) * 0.5 ** ((self._forwards - shape.last) / self.HALF_LIFE)
-                cost = (weight * cost + 0.5 * plain) / (weight + 0.5)
+        for (width, _), cost in zip(known, costs, strict=True):
             before, reached = (curve[-1], len(curve)) if curve else (cost, 0)
             gap = width - reached
             curve += [before + (cost - before) * step / gap for step in range(1, gap + 1)]
@@ -68,6 +73,15 @@ class ForwardCosts:
                 break
         curve += [curve[-1]] * (max_width - len(curve))
         return curve[:max_width]
+
+    @staticmethod
+    def _between(known: list[tuple[int, _Shape]], at: int) -> float:
+        """What the neighbours of a measured width make one expect there; the widest is expected to cost no more than the one before."""
+        below, above = known[at - 1], known[min(at + 1, len(known) - 1)]
+        if above[0] == known[at][0]:
+            return below[1].typical
+        share = (known[at][0] - below[0]) / (above[0] - below[0])
+        return below[1].typical * (1 - share) + above[1].typical * share
 
     def verify(self, rows: int, max_depth: int) -> list[float] | None:
         """
@@ -89,19 +103,24 @@ class ForwardCosts:
         curve = self.curve(rows, max_depth + 1) if max_depth > depth else None
         if curve is None:
             return depth + 1
-        if rows == 1 and depth == 0 and self._is_worth_a_trial(self._shapes[1]):
-            return 2
+        if (trial := self.trial(rows)) is not None and depth < trial:
+            return trial
         best = min(range(depth + 1, max_depth + 2), key=lambda width: curve[width - 1])
         return best if curve[best - 1] < self.WORTH_FILLING * curve[depth] else depth + 1
 
-    def _is_worth_a_trial(self, widths: dict[int, _Shape]) -> bool:
-        if len(widths[1].samples) < 3:
-            return False
-        two = widths.get(2)
-        if two is None or len(two.samples) < 3:
-            return True
-        # What is dear is tried ever more rarely, what is worth it is used anyway.
-        return self._forwards - two.last > 2 * self.HALF_LIFE
+    def trial(self, rows: int) -> int | None:
+        """
+        A width that should be fed when little is lost by it, to learn what it costs: one token, which everything is compared with, and
+        for one row two, since a single token is the shape that kernels treat apart.
+        """
+        widths = self._shapes.get(rows, {})
+        if 1 not in widths:
+            return None
+        for width in (1, 2) if rows == 1 else (1,):
+            shape = widths.get(width)
+            if shape is None or len(shape.samples) < 3 or self._forwards - shape.last > 2 * self.HALF_LIFE:
+                return width
+        return None
 
     def to_dict(self) -> dict[str, float]:
         """Typical seconds by "rows×width"."""
@@ -139,13 +158,16 @@ class AcceptanceRates:
     def observe(self, draft: Draft, position: int, accepted: bool) -> None:
         """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
         last = len(draft.evidence) - 1
-        counts = self._counts.setdefault((draft.source, draft.evidence[min(position, last)]), [])
+        evidence = draft.evidence[min(position, last)]
+        counts = self._counts.setdefault((draft.source, evidence), [])
         place = max(0, position - last)
         while len(counts) <= place:
             counts.append([0.0, 0.0])
+        # Memory is counted in drafts: a long one says more about now, and not less about before.
+        decay = 1.0 if place == 0 and evidence in draft.evidence[:position] else self.DECAY
         reached = counts[place]
-        reached[0] = reached[0] * self.DECAY + 1.0
-        reached[1] = reached[1] * self.DECAY + accepted
+        reached[0] = reached[0] * decay + 1.0
+        reached[1] = reached[1] * decay + accepted
 
     def expected(self, source: str, evidence: Sequence[int], depth: int) -> list[float]:
         """
@@ -169,34 +191,63 @@ class AcceptanceRates:
         return totals
 
     def to_dict(self) -> dict[str, list[list[float]]]:
+        """Reached and accepted, decayed, by "source/evidence" and position."""
         return {f"{source}/{evidence}": [list(c) for c in counts] for (source, evidence), counts in self._counts.items()}
 
+    @classmethod
+    def from_dict(cls, values: dict[str, list[list[float]]]) -> AcceptanceRates:
+        rates = cls()
+        for name, counts in values.items():
+            source, _, evidence = name.rpartition("/")
+            rates._counts[source, int(evidence)] = [list(c) for c in counts]
+        return rates
 
-@dataclass
+
 class _Paid:
     """What is known of a drafter that costs time."""
 
-    seconds: deque[float]  # a drafted token's, recently
-    accepted: list[list[float]]  # [reached, accepted] by position, whatever the evidence
-    idle: int = 0  # rounds since it was used last
-    patience: int = 8  # rounds until it is tried again
+    PRIOR_ROUNDS, PRIOR_TOKENS, PRIOR_TIME = 2.0, 6.0, 4.0
+    """Before anything is known a round brings 3 tokens in the time of 2 plain steps."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=32)  # a drafted token's, recently
+        self.accepted: list[list[float]] = []  # [reached, accepted] by position, whatever the evidence
+        self.rounds, self.tokens, self.time = self.PRIOR_ROUNDS, self.PRIOR_TOKENS, self.PRIOR_TIME  # decayed; time in plain steps
+        self.is_idle = False
+        self.waited = 0  # rounds since it was used last
+        self.patience = RoundPlan.FIRST_PATIENCE  # rounds until an idle drafter is tried again
 
     @property
     def typical(self) -> float:
         return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
 
-    def tokens_per_second(self, curve: list[float], limit: int) -> tuple[float, int]:
-        """The best over depths 1 … limit, a row, and that depth; `curve`: what verifying each depth costs."""
-        gain, rate, reach, best = 1.0, 0.7, 1.0, (0.0, 0)
-        for position in range(limit):
-            if position < len(self.accepted):
-                reached, accepted = self.accepted[position]
-                rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
-            reach *= rate
-            gain += reach
-            depth = position + 1
-            best = max(best, (gain / (curve[depth] + depth * self.typical), depth))
-        return best
+    @property
+    def rate(self) -> float:
+        """The chance that a drafted token is accepted, those before it accepted."""
+        reached, accepted = (sum(counts[i] for counts in self.accepted) for i in (0, 1))
+        return (accepted + 1.4) / (reached + 2.0)
+
+    def observe(self, position: int, accepted: bool) -> None:
+        while len(self.accepted) <= position:
+            self.accepted.append([0.0, 0.0])
+        counts = self.accepted[position]
+        counts[0] = counts[0] * AcceptanceRates.DECAY + 1.0
+        counts[1] = counts[1] * AcceptanceRates.DECAY + accepted
+
+    def end_round(self, tokens: float, time: float) -> None:
+        """A round with this drafter brought `tokens` a row in the time of so many plain steps."""
+        # An idle drafter's few trials have to weigh more than what made it idle.
+        decay = 0.7 if self.is_idle else 0.95
+        self.rounds, self.tokens, self.time = self.rounds * decay + 1.0, self.tokens * decay + tokens, self.time * decay + time
+        if self.is_idle:
+            if tokens > time:
+                self.waited = self.patience  # well done: once more, at once
+            else:
+                self.patience = min(2 * self.patience, RoundPlan.MAX_PATIENCE)
+        pays = self.tokens > self.time
+        if pays:
+            self.patience = RoundPlan.FIRST_PATIENCE
+        self.is_idle = not pays
 
 
 class DepthController:
@@ -204,18 +255,31 @@ class DepthController:
     Chooses how deep to draft and how many drafted tokens to verify. Lives in a `Speculator`; safe to share between threads.
 
     Args:
-        depth (`str`): `"adaptive"`, or `"constant"` to draft and verify as much as allowed.
+        depth (`str`): `"adaptive"`; `"constant"` or `"confidence"` to verify all that is drafted; `"heuristic"`, two tokens more after a
+            draft that was accepted whole and one less after another, as transformers' schedule of that name.
     """
 
+    FIRST_HEURISTIC_DEPTH = 5
+    PACE_DECAY = 0.98
+    LITTLE = 0.5
+    """Expected tokens that learning a cost may cost."""
+
     def __init__(self, depth: str = "adaptive"):
-        self.constant = depth == "constant"
+        self.strategy = depth
         self.rates = AcceptanceRates()
+        self._heuristic: dict[str, int] = {}  # source -> depth
         self._paid: dict[str, _Paid] = {}
+        self._pace = [2.0, 2.0]  # tokens a row, and the plain steps that their time would have been; decayed
         self._lock = threading.RLock()
 
     def plan(self, rows: int, costs: ForwardCosts) -> RoundPlan:
         """What drafters may ask in a round of so many rows on a target with these costs."""
         return RoundPlan(self, rows, costs)
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second of late over those of plain decoding."""
+        return self._pace[0] / self._pace[1]
 
     def trim(self, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
         """
@@ -228,105 +292,206 @@ class DepthController:
             `int`: 0 … length of the longest draft; longer drafts are to be cut to it.
         """
         deepest = max((len(draft.tokens) for draft in drafts), default=0)
-        if deepest == 0 or self.constant:
+        if self.strategy == "heuristic":
+            return min(deepest, max((self._heuristic_depth(draft.source) for draft in drafts if draft.tokens), default=0))
+        if deepest == 0 or self.strategy != "adaptive":
             return deepest
         with self._lock:
             curve = costs.verify(len(drafts), deepest)
             if curve is None:
                 return 0  # what a plain step costs has to be known first
-            gains = [0.0] * (deepest + 1)
-            for draft in drafts:
-                expected = self.rates.expected(draft.source, draft.evidence, len(draft.tokens))
-                for k in range(deepest + 1):
-                    gains[k] += 1.0 + expected[min(k, len(draft.tokens))]
-        return max(range(deepest + 1), key=lambda k: gains[k] / curve[k])
+            gains = self._gains(drafts, deepest)
+            price = self._price(curve, len(drafts))
+            depth = max(range(deepest + 1), key=lambda k: gains[k] - price * curve[k])
+            trial = costs.trial(len(drafts))
+            if trial is not None and trial <= depth and gains[depth] - gains[trial - 1] < self.LITTLE:
+                return trial - 1
+            return depth
+
+    def _gains(self, drafts: Sequence[Draft], deepest: int) -> list[float]:
+        """Expected accepted tokens of all rows for each depth."""
+        gains = [0.0] * (deepest + 1)
+        for draft in drafts:
+            expected = self.rates.expected(draft.source, draft.evidence, len(draft.tokens))
+            for k in range(deepest + 1):
+                gains[k] += expected[min(k, len(draft.tokens))]
+        return gains
+
+    def _price(self, curve: list[float], rows: int) -> float:
+        """λ: the tokens that a second is worth."""
+        return max(1.0, self.speedup) * rows / curve[0]
 
     def width(self, rows: int, depth: int, max_depth: int, costs: ForwardCosts) -> int:
         """How wide to make a forward that verifies `depth` drafted tokens where up to `max_depth` would fit (`ForwardCosts.width`)."""
-        return depth + 1 if self.constant else costs.width(rows, depth, max_depth)
+        return depth + 1 if self.strategy != "adaptive" else costs.width(rows, depth, max_depth)
 
     def observe(self, draft: Draft, position: int, accepted: bool) -> None:
         """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
         with self._lock:
             self.rates.observe(draft, position, accepted)
             if draft.source in self._paid:
-                counts = self._paid[draft.source].accepted
-                while len(counts) <= position:
-                    counts.append([0.0, 0.0])
-                counts[position][0] = counts[position][0] * AcceptanceRates.DECAY + 1.0
-                counts[position][1] = counts[position][1] * AcceptanceRates.DECAY + accepted
+                self._paid[draft.source].observe(position, accepted)
+
+    def end_round(self, plan: RoundPlan, drafts: Sequence[Draft], accepted: Sequence[int], seconds: float) -> None:
+        """
+        Args:
+            plan (`RoundPlan`): the round's.
+            drafts (`Sequence[Draft]`): as far as they were verified, one for each running row.
+            accepted (`Sequence[int]`): how many of each one's tokens were.
+            seconds (`float`): that the target's forward took.
+        """
+        with self._lock:
+            for draft, right in zip(drafts, accepted, strict=True):
+                if draft.tokens and self.strategy == "heuristic":
+                    depth = self._heuristic_depth(draft.source)
+                    self._heuristic[draft.source] = depth + 2 if right == len(draft.tokens) else max(1, depth - 1)
+            curve = plan.costs.curve(plan.rows, 1)
+            if curve is None or self.strategy != "adaptive":
+                return
+            tokens = 1.0 + sum(accepted) / len(drafts)
+            time = (seconds + sum(plan.drafting.values())) / curve[0]
+            self._pace = [self._pace[0] * self.PACE_DECAY + tokens, self._pace[1] * self.PACE_DECAY + time]
+            for source in plan.drafting:
+                self._known(source).end_round(tokens, time)
+
+    def _heuristic_depth(self, source: str) -> int:
+        return self._heuristic.get(source, self.FIRST_HEURISTIC_DEPTH)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
+        """What was learned, as plain values, ready for JSON."""
         with self._lock:
             return {
-                "depth": "constant" if self.constant else "adaptive",
+                "depth": self.strategy,
+                "heuristic": dict(self._heuristic),
                 "acceptance": self.rates.to_dict(),
-                "draft_seconds": {source: paid.typical for source, paid in self._paid.items()},
-            }
+                "pace": list(self._pace),
+                "drafters": {
+                    source: {
+                        "seconds": list(paid.seconds), "accepted": [list(counts) for counts in paid.accepted], "rounds": paid.rounds,
+                        "tokens": paid.tokens, "time": paid.time, "is_idle": paid.is_idle, "patience": paid.patience,
+                    }
+                    for source, paid in self._paid.items()
+                },
+            }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DepthController:
+        """From what `to_dict` gave, for example in an earlier process on the same machine."""
+        controller = cls(values["depth"])
+        controller._heuristic = dict(values["heuristic"])
+        controller.rates = AcceptanceRates.from_dict(values["acceptance"])
+        controller._pace = list(values["pace"])
+        for source, known in values["drafters"].items():
+            paid = controller._known(source)
+            paid.seconds.extend(known["seconds"])
+            paid.accepted = [list(counts) for counts in known["accepted"]]
+            paid.rounds, paid.tokens, paid.time = known["rounds"], known["tokens"], known["time"]
+            paid.is_idle, paid.patience = known["is_idle"], known["patience"]
+        return controller
 
     def _known(self, source: str) -> _Paid:
-        return self._paid.setdefault(source, _Paid(deque(maxlen=32), []))
+        return self._paid.setdefault(source, _Paid())
 
 
 class RoundPlan:
-    """One round's answers to drafters that cost time (the `Plan` of `assistgen.drafters.base`)."""
+    """
+    One round's answers to drafters that cost time (the `Plan` of `assistgen.drafters.base`).
 
-    PROBE_DEPTH = 3
-    MAX_PATIENCE = 256
+    Attributes:
+        drafting (`dict[str, float]`): the sources that cost time in this round, and how many seconds they took.
+    """
+
+    FIRST_PATIENCE, MAX_PATIENCE = 8, 128
 
     def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts):
-        self._controller, self._rows, self._costs = controller, rows, costs
+        self.rows, self.costs = rows, costs
+        self.drafting: dict[str, float] = {}
+        self._controller = controller
+        self._curve: list[float] | None = None
 
     def budget(self, source: str, limit: int) -> Budget:
         """
-        How deep to draft with a source that costs time.
-
-        It pays if the best of `(1 + E[accepted(k)]) / (verify(k) + k · draft)` is more than a plain step's `1 / verify(0)`. A source
-        that doesn't is tried again after 8 rounds, then 16, 32 … 256.
+        How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
+        for a trial after 8 rounds, then 16, 32 … 128.
         """
         controller = self._controller
-        if controller.constant or limit == 0:
-            return Budget(limit, limit, 0.0)
+        if controller.strategy == "heuristic":
+            limit = min(limit, controller._heuristic_depth(source))
+        if controller.strategy != "adaptive" or limit == 0:
+            return Budget(limit, limit)
         with controller._lock:
             known = controller._known(source)
-            curve = self._costs.verify(self._rows, limit)
-            if curve is None:
-                return Budget(0, 0, 0.0)  # what a plain step costs has to be known first
-            best, depth = known.tokens_per_second(curve, limit)
-            if best > 1.0 / curve[0]:
-                known.idle, known.patience = 0, 8
-                # Another step pays while the chance that its token counts, times what a token costs otherwise, covers the step.
-                return Budget(depth, limit, min(0.9, known.typical * best))
-            known.idle += 1
-            if known.idle < known.patience:
-                return Budget(0, 0, 0.0)
-            known.idle, known.patience = 0, min(2 * known.patience, self.MAX_PATIENCE)
-            probe = min(limit, self.PROBE_DEPTH)
-            return Budget(probe, probe, 0.0)
+            self._curve = self.costs.verify(self.rows, limit)
+            if self._curve is None:
+                return Budget(0, 0)  # what a plain step costs has to be known first
+            if known.is_idle:
+                known.waited += 1
+                if known.waited < known.patience:
+                    return Budget(0, 0)
+                known.waited = 0
+            price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7
+            best = (0.0, 1)
+            for position in range(limit):
+                if position < len(known.accepted):
+                    reached, accepted = known.accepted[position]
+                    rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
+                reach *= rate
+                gain += self.rows * reach
+                depth = position + 1
+                best = max(best, (gain - price * (self._curve[depth] + depth * known.typical - self._curve[0]), depth))
+            return Budget(best[1], limit)
 
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""
         with self._controller._lock:
             return self._controller.rates.expected(source, (evidence,), 1)[1]
 
+    def goes_on(self, source: str, reaches: Sequence[Sequence[float]]) -> bool:
+        """
+        Whether another drafted token is expected to pay, or several more.
+
+        Args:
+            reaches (`Sequence[Sequence[float]]`): for each row the chance that its draft is accepted up to each token.
+        """
+        controller, curve = self._controller, self._curve
+        if controller.strategy != "adaptive" or curve is None:
+            return True
+        with controller._lock:
+            known = controller._known(source)
+            price, rate, step = controller._price(curve, self.rows), known.rate, known.typical
+            deepest = max(len(reach) for reach in reaches)
+            gain, stop = 0.0, -price * curve[0]
+            for k in range(min(deepest, len(curve) - 1)):
+                gain += sum(reach[k] for reach in reaches if k < len(reach))
+                stop = max(stop, gain - price * curve[k + 1])
+            reach = sum(reach[-1] for reach in reaches if len(reach) == deepest)
+            for k in range(deepest + 1, len(curve)):
+                reach *= rate
+                gain += reach
+                if gain - price * (curve[k] + (k - deepest) * step) > stop:
+                    return True
+        return False
+
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""
+        self.drafting[source] = self.drafting.get(source, 0.0) + seconds
         with self._controller._lock:
             self._controller._known(source).seconds.append(seconds / num_tokens)
 
     def prefers(self, draft: Draft, source: str, limit: int) -> bool:
-        """Whether a free draft in hand promises at least as many tokens per second as drafting with `source`."""
+        """Whether a free draft in hand promises at least as much as a round with `source`."""
         controller = self._controller
         if not draft.tokens:
             return False
         with controller._lock:
-            curve = self._costs.verify(self._rows, max(limit, len(draft.tokens)))
-            if curve is None:
+            curve = self.costs.verify(self.rows, len(draft.tokens))
+            if curve is None or controller.strategy != "adaptive":
                 return True
+            price = controller._price(curve, self.rows) / self.rows  # of one row's share
             expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
-            free = max((1.0 + gain) / curve[k] for k, gain in enumerate(expected))
-            return free >= controller._known(source).tokens_per_second(curve, limit)[0]
+            free = max(1.0 + gain - price * curve[k] for k, gain in enumerate(expected))
+            known = controller._known(source)
+            return free >= (known.tokens - price * known.time * curve[0]) / known.rounds
 
 
 class ShadowedDraft:

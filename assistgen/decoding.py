@@ -6,7 +6,6 @@ arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,8 +25,6 @@ from .stats import RowStats, SpeculationStats
 from .target import Target
 from .tokens import TokenBuffer
 
-
-logger = logging.getLogger(__name__)
 
 TARGET = "target"
 NOTHING = Draft([], TARGET)
@@ -60,8 +57,8 @@ class Decoding:
         target (`Target`): the model with its cache.
         tokens (`TokenBuffer`): the prompt; grows.
         rows (`list[Row]`): one for each sequence, with its processors and criteria.
-        drafter (`Drafter`, *optional*): `None` decodes plainly.
-        max_draft_tokens (`int`, *optional*): the most tokens drafted in a round.
+        drafter (`Drafter`, *optional*): one that doesn't raise (`fallback`); `None` decodes plainly.
+        max_draft_tokens: gives the most tokens drafted a row in a round of so many rows; `None`: no bound.
         judges_blocks (`bool`): probabilistic drafts are judged by block verification.
         controller (`DepthController`), costs (`ForwardCosts`): what the depth of a round is chosen by.
         generation_config (`GenerationConfig`): as `generate()` prepared it.
@@ -69,7 +66,6 @@ class Decoding:
         recorder (`Recorder`): what the output is to hold beside the ids.
         streamer (`BaseStreamer`, *optional*): gets each token once, in order, as soon as it is committed.
         position_limit (`int`, *optional*): positions that the model was made for.
-        vocab_size (`int`): ids at or above it can't be fed to the target.
         prompt_tokens: gives the rows' prompts without padding, for the drafter.
         start (`float`): `perf_counter()` at the call, for the time to first token.
     """
@@ -81,7 +77,7 @@ class Decoding:
         tokens: TokenBuffer,
         rows: list[Row],
         drafter: Drafter | None,
-        max_draft_tokens: int | None,
+        max_draft_tokens: Callable[[int], int | None],
         judges_blocks: bool,
         controller: DepthController,
         costs: ForwardCosts,
@@ -90,17 +86,15 @@ class Decoding:
         recorder: Recorder,
         streamer: Any,
         position_limit: int | None,
-        vocab_size: int,
         prompt_tokens: Callable[[], list[list[int]]],
         stats: SpeculationStats,
         start: float,
     ):
         self.target, self.tokens, self.rows = target, tokens, rows
         self.drafter, self.controller, self.costs = drafter, controller, costs
-        self._drafter_in_use = drafter  # to be ended even if it was given up
         self.max_draft_tokens, self.judges_blocks = max_draft_tokens, judges_blocks
         self.recorder, self.streamer = recorder, streamer
-        self.position_limit, self.vocab_size, self.prompt_tokens = position_limit, vocab_size, prompt_tokens
+        self.position_limit, self.prompt_tokens = position_limit, prompt_tokens
         self.stats = stats
         self.stats.rows = [RowStats() for _ in rows]
         self.output: Any = None
@@ -184,62 +178,50 @@ class Decoding:
     def _begin_drafting(self) -> None:
         if self.drafter is not None and self._running():
             before = perf_counter()
-            try:
-                prompts = self.prompt_tokens()
-                self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
-            except Exception as error:
-                self._give_up_drafting(error)
+            prompts = self.prompt_tokens()
+            self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
             self.stats.draft_s += perf_counter() - before
 
     def _draft(self, running: list[Row]) -> list[Draft]:
         if self.drafter is None:
             return [NOTHING] * len(running)
         before = perf_counter()
-        rooms = [self._room(row) for row in running]
-        try:
-            plan = self.controller.plan(len(running), self.costs)
-            proposals = self.drafter.propose([row.number for row in running], rooms, plan) if max(rooms) > 0 else []
-            proposals = [self._checked(row, draft, room) for row, draft, room in zip(running, proposals, rooms, strict=bool(proposals))]
-        except Exception as error:
-            self._give_up_drafting(error)
-            proposals = []
+        rooms = self._rooms(running)
+        self._plan = self.controller.plan(len(running), self.costs)
+        proposals = [NOTHING] * len(running)
+        if max(rooms) > 0:
+            proposals = self.drafter.propose([row.number for row in running], rooms, self._plan)
+            proposals = [self._allowed(row, draft, room) for row, draft, room in zip(running, proposals, rooms, strict=True)]
         self.stats.draft_s += perf_counter() - before
-        return proposals or [NOTHING] * len(running)
+        return proposals
 
-    def _room(self, row: Row) -> int:
-        """How many tokens may be drafted: the target adds one itself, and positions must exist."""
-        length = self.tokens.lengths[row.number]
-        room = min(self._max_length - length, self.target.max_width) - 1
-        if row.done:
-            room = max(len(other.output) for other in self.rows) - len(row.output) - 1
-        position = length + self.target.cached - self.tokens.prompt_length
-        if self.position_limit is not None and position <= self.position_limit:
-            room = min(room, self.position_limit - position)
-        if self.max_draft_tokens is not None:
-            room = min(room, self.max_draft_tokens)
-        return max(0, room)
+    def _rooms(self, running: list[Row]) -> list[int]:
+        """How many tokens may be drafted for each row: the target adds one itself, and positions must exist."""
+        most = self.max_draft_tokens(len(running))
+        rooms = []
+        for row in running:
+            length = self.tokens.lengths[row.number]
+            room = min(self._max_length - length, self.target.max_width) - 1
+            if row.done:
+                room = max(len(other.output) for other in self.rows) - len(row.output) - 1
+            position = length + self.target.cached - self.tokens.prompt_length
+            if self.position_limit is not None and position <= self.position_limit:
+                room = min(room, self.position_limit - position)
+            if most is not None:
+                room = min(room, most)
+            rooms.append(max(0, room))
+        return rooms
 
-    def _checked(self, row: Row, draft: Draft, room: int) -> Draft:
-        if not draft.tokens:
-            return draft
-        if min(draft.tokens) < 0 or max(draft.tokens) >= self.vocab_size:
-            raise ValueError(f"{draft.source!r} drafted ids outside the target's vocabulary of {self.vocab_size}")
-        return draft.cut(self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens[:room]))
+    def _allowed(self, row: Row, draft: Draft, room: int) -> Draft:
+        return draft.cut(self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens[:room])) if draft.tokens else draft
 
     def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> tuple[list[Draft], int]:
         """The drafts as far as they are to be verified, and the width of the forward that does it."""
         if self.drafter is None or self.drafter.constant_depth:
             return proposals, max(len(draft.tokens) for draft in proposals) + 1
         depth = self.controller.trim(proposals, self.costs)
-        width = self.controller.width(len(running), depth, min(self._room(row) for row in running), self.costs)
+        width = self.controller.width(len(running), depth, min(self._rooms(running)), self.costs)
         return [draft.cut(depth) for draft in proposals], width
-
-    def _give_up_drafting(self, error: Exception) -> None:
-        """A drafter's fault never fails the call: it goes on plainly, and says why."""
-        name = self.drafter.name if self.drafter is not None else ""
-        self.stats.count_fallback(f"the drafter {name!r} failed: {type(error).__name__}")
-        logger.warning("The drafter %r failed; this call goes on without it.", name, exc_info=error)
-        self.drafter = None
 
     # 3. verify
 
@@ -247,14 +229,16 @@ class Decoding:
         for row, draft in zip(running, drafts, strict=True):
             self.tokens.write_draft(row.number, draft.tokens)
             if draft.tokens:
-                self.stats.count_draft(row.number, len(draft.tokens))
+                self.stats.count_draft(row.number, len(draft.tokens), draft.source)
+            else:
+                self.stats.num_plain_steps += 1
         before = perf_counter()
         outputs = self.target.verify([row.number for row in running], [len(draft.tokens) for draft in drafts], width)
         if outputs.logits.is_cuda:
             torch.cuda.synchronize(outputs.logits.device)  # the logits are read next anyway
-        seconds = perf_counter() - before
-        self.stats.verify_s += seconds
-        self.costs.record(len(running), width, seconds)
+        self._verify_seconds = perf_counter() - before
+        self.stats.verify_s += self._verify_seconds
+        self.costs.record(len(running), width, self._verify_seconds)
         return outputs
 
     # 4. accept
@@ -294,7 +278,7 @@ class Decoding:
                         break
             finally:
                 row.sources += [draft.source] * row.accepted + [TARGET] * (len(row.fresh) - row.accepted)
-                self.stats.count_tokens(row.number, len(row.fresh), row.accepted)
+                self.stats.count_tokens(row.number, len(row.fresh), row.accepted, draft.source)
 
     def _process_block(self, row: Row, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores at every position of a block, `(draft + 1, vocab)`; only transformers' own, stateless processors get here."""
@@ -350,20 +334,21 @@ class Decoding:
         if drafter is None:
             return
         before = perf_counter()
-        try:
-            for row, proposal, draft in zip(running, proposals, drafts, strict=True):
-                if drafter.constant_depth:
-                    pass
-                elif proposal.is_free and proposal.tokens:
-                    row.shadows.append(ShadowedDraft(proposal))
-                else:
-                    for position in range(min(row.accepted + 1, len(draft.tokens))):
-                        if position < row.accepted or not row.done:
-                            self.controller.observe(draft, position, position < row.accepted)
-                row.shadows = [shadow for shadow in row.shadows if shadow.follow(row.fresh, self.controller)]
-                drafter.commit(row.number, row.fresh)
-        except Exception as error:
-            self._give_up_drafting(error)
+        for row, proposal, draft in zip(running, proposals, drafts, strict=True):
+            if drafter.constant_depth:
+                pass
+            elif proposal.is_free and proposal.tokens:
+                row.shadows.append(ShadowedDraft(proposal))
+            else:
+                for position in range(min(row.accepted + 1, len(draft.tokens))):
+                    if position < row.accepted or not row.done:
+                        self.controller.observe(draft, position, position < row.accepted)
+            row.shadows = [shadow for shadow in row.shadows if shadow.follow(row.fresh, self.controller)]
+            if draft.tokens:
+                drafter.observe(draft, row.accepted)
+            drafter.commit(row.number, row.fresh)
+        if not drafter.constant_depth:
+            self.controller.end_round(self._plan, drafts, [row.accepted for row in running], self._verify_seconds)
         self.stats.draft_s += perf_counter() - before
 
     # the end
@@ -378,9 +363,9 @@ class Decoding:
             if completed:
                 self.output = self.recorder.output(sequences, cache)
         finally:
-            if self._drafter_in_use is not None:
-                self._drafter_in_use.end()
-                self.stats.draft_forwards = self._drafter_in_use.num_forwards
+            if self.drafter is not None:
+                self.drafter.end()
+                self.stats.draft_forwards = self.drafter.num_forwards
             self.stats.target_forwards = self.target.forwards
             total = perf_counter() - self._start - self._suspended
             self.stats.other_s = max(0.0, total - self.stats.draft_s - self.stats.verify_s)

@@ -50,7 +50,7 @@ def generate(model: Any, inputs: torch.Tensor | None = None, *, speculation: Any
         inputs (`torch.Tensor`, *optional*): as in `generate()`.
         speculation (*optional*): a method name, a dict with vLLM's keys, a `SpeculationConfig`, a `Speculator`, a transformers
             `CandidateGenerator` (one row), or `None` for transformers' own `generate()`. Left out: what transformers' own arguments
-            ask for (`prompt_lookup_num_tokens=`), otherwise `"ngram"`.
+            ask for (`prompt_lookup_num_tokens=`), otherwise `"auto"`.
         kwargs: everything else that `generate()` takes.
 
     Returns:
@@ -64,7 +64,7 @@ def generate(model: Any, inputs: torch.Tensor | None = None, *, speculation: Any
 
 def speculate(speculation: Any = DEFAULT_METHOD) -> dict[str, Any]:
     """
-    Keyword arguments for `model.generate()`: `model.generate(**inputs, **assistgen.speculate("ngram"), max_new_tokens=256)`.
+    Keyword arguments for `model.generate()`: `model.generate(**inputs, **assistgen.speculate("auto"), max_new_tokens=256)`.
 
     Uses transformers' `custom_generate=` with a folder inside this package, which transformers copies into its modules cache
     (`HF_MODULES_CACHE`) before it runs it.

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=weights.DEFAULT, help="short name, folder or hub id (default: %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bfloat16 where the CPU has it")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--speculation", default="ngram", help="method (default: %(default)s)")
+    parser.add_argument("--speculation", default="auto", help="method (default: %(default)s)")
     arguments = parser.parse_args(argv)
 
     console = Console(highlight=False)

@@ -14,10 +14,11 @@ from .drafters.base import Drafter
 from .drafters.chain import ChainDrafter
 from .drafters.ngram import NGramDrafter
 from .drafters.suffix import SuffixDrafter
+from .fallback import Breaker, GuardedDrafter
 from .stats import SpeculationStats
 
 
-DEFAULT_METHOD = "ngram"
+DEFAULT_METHOD = "auto"
 
 
 class Speculator:
@@ -32,12 +33,13 @@ class Speculator:
     Attributes:
         config (`SpeculationConfig`, *optional*): `None` around a `CandidateGenerator`.
         controller (`DepthController`): what was learned about acceptance.
+        breakers (`dict[str, Breaker]`): by drafter, whether it is kept away after a fault.
         stats (`SpeculationStats`): totals over all calls so far.
 
     Used as a context manager, it switches itself off on the models that it was enabled on:
 
     ```python
-    with assistgen.enable(model, "ngram") as speculator:
+    with assistgen.enable(model, "auto") as speculator:
         model.generate(**inputs)
     ```
     """
@@ -55,6 +57,7 @@ class Speculator:
                 f"{type(speculation).__name__}."
             )
         self.controller = DepthController(self.config.depth if self.config else "constant")
+        self.breakers: dict[str, Breaker] = {}
         self.stats = SpeculationStats()
         self._draft_memory: Any = None
         self._store: Any = None
@@ -73,8 +76,7 @@ class Speculator:
     @property
     def uses_blocks(self) -> bool:
         """Whether probabilistic drafts are judged as blocks."""
-        entries = (self.config.drafters or (self.config,)) if self.config is not None else ()
-        return any(entry.rejection_sample_method == "block" for entry in entries)
+        return self.config is not None and any(entry.rejection_sample_method == "block" for entry in self.config.chain)
 
     @property
     def draft_model(self) -> Any:
@@ -85,12 +87,11 @@ class Speculator:
     def one_row_only(self) -> bool:
         return self._generator is not None
 
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """The most tokens drafted in a round; `None`: the drafter's own choice."""
-        return self.config.max_draft_tokens if self.config is not None else None
+    def max_draft_tokens(self, rows: int) -> int | None:
+        """The most tokens drafted a row in a round of so many rows; `None`: the drafter's own choice."""
+        return self.config.max_draft_tokens_of(rows) if self.config is not None else None
 
-    def drafter(self, target: Any, generation_config: Any, device: Any, tokenizer: Any = None) -> Drafter:
+    def drafter(self, target: Any, generation_config: Any, device: Any, stats: SpeculationStats, tokenizer: Any = None) -> Drafter:
         """
         A drafter for one call.
 
@@ -98,22 +99,31 @@ class Speculator:
             target (`PreTrainedModel`): the model to draft for.
             generation_config (`GenerationConfig`): of the call.
             device (`torch.device`): of the call's ids.
+            stats (`SpeculationStats`): of the call.
             tokenizer (*optional*): the target's, if it is known.
         """
-        if self._generator is not None:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        timeout_s, min_acceptance = (self.config.draft_timeout_s, self.config.min_acceptance) if self.config is not None else (None, None)
+
+        def guarded(drafter: Drafter) -> Drafter:
+            with self._lock:
+                breaker = self.breakers.setdefault(drafter.name, Breaker())
+            return GuardedDrafter(drafter, breaker, vocab_size, stats, timeout_s, min_acceptance)
+
+        if self.config is None:
             from .drafters.candidates import CandidateGeneratorDrafter
 
-            return CandidateGeneratorDrafter(self._generator, device)
-        assert self.config is not None
-        if self.config.drafters is None:
-            return self._make(self.config, target, generation_config, device, tokenizer)
-        drafters = [self._make(entry, target, generation_config, device, tokenizer) for entry in self.config.drafters]
-        return ChainDrafter(drafters, [entry.max_draft_tokens for entry in self.config.drafters])
+            return guarded(CandidateGeneratorDrafter(self._generator, device))
+        entries = self.config.chain
+        drafters = [self._make(entry, target, vocab_size, generation_config, device, tokenizer) for entry in entries]
+        guards = [guarded(drafter) for drafter in drafters]
+        return guards[0] if len(guards) == 1 else ChainDrafter(guards, [entry.max_draft_tokens for entry in entries])
 
-    def _make(self, config: SpeculationConfig, target: Any, generation_config: Any, device: Any, tokenizer: Any) -> Drafter:
+    def _make(
+        self, config: SpeculationConfig, target: Any, vocab_size: int, generation_config: Any, device: Any, tokenizer: Any
+    ) -> Drafter:
         if config.method == "ngram":
             return NGramDrafter(*config.ngram_sizes)
-        vocab_size = target.config.get_text_config(decoder=True).vocab_size
         if config.method == "suffix":
             from .suffix.store import Vocabulary
 
@@ -133,7 +143,7 @@ class Speculator:
             vocab_size,
             device,
             draft_warpers(generation_config, config.draft_temperature) if samples else None,
-            config.draft_confidence_threshold,
+            config.confidence_threshold,
             self._draft_memory,
         )
 
@@ -169,7 +179,7 @@ class Speculator:
 
 
 def _draft_model_of(config: SpeculationConfig) -> Any:
-    return next((entry.model for entry in (config.drafters or (config,)) if entry.model is not None), None)
+    return next((entry.model for entry in config.chain if entry.model is not None), None)
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,15 @@ class RowStats:
 
 
 @dataclass
+class DrafterStats:
+    """The counts of one drafter."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass
 class SpeculationStats:
     """
     Counts and times of one call, or (as `Speculator.stats`) of all calls so far.
@@ -28,6 +37,8 @@ class SpeculationStats:
         num_draft_tokens (`int`): drafted tokens that were verified.
         num_accepted_tokens (`int`): drafted tokens that are in the output.
         num_accepted_tokens_per_pos (`list[int]`): the same by position in the draft.
+        drafters (`dict[str, DrafterStats]`): the same by drafter: what was chosen how often, and what came of it.
+        num_plain_steps (`int`): rounds of a row in which nothing was drafted, or not enough to be worth verifying.
         target_forwards, draft_forwards (`int`): forward calls of the target, and of a draft model.
         ttft_s (`float`, *optional*): seconds from the call to the first token; of the last call in a total.
         itl_s (`list[float]`): inter-token latency in seconds, one for each token but the first; 0 inside an accepted block.
@@ -41,6 +52,8 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
+    num_plain_steps: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
     ttft_s: float | None = None
@@ -61,15 +74,20 @@ class SpeculationStats:
         """Accepted share of the drafted tokens; 0 if none was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
-    def count_draft(self, row: int, num_drafted: int) -> None:
+    def count_draft(self, row: int, num_drafted: int, drafter: str) -> None:
         """One row's draft of `num_drafted` > 0 tokens goes into verification."""
+        counts = self.drafters.setdefault(drafter, DrafterStats())
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_drafted
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.rows[row].num_drafts += 1
         self.rows[row].num_draft_tokens += num_drafted
 
-    def count_tokens(self, row: int, num_tokens: int, num_accepted: int) -> None:
+    def count_tokens(self, row: int, num_tokens: int, num_accepted: int, drafter: str) -> None:
         """`num_tokens` more tokens of row `row`, the first `num_accepted` of them from its draft."""
+        if num_accepted:
+            self.drafters[drafter].num_accepted_tokens += num_accepted
         self.num_tokens += num_tokens
         self.num_accepted_tokens += num_accepted
         self.rows[row].num_tokens += num_tokens
@@ -84,13 +102,18 @@ class SpeculationStats:
 
     def add(self, other: SpeculationStats) -> None:
         """Adds a call's counts to a total. The latencies (`itl_s`) and rows stay with the call, so that a total doesn't grow."""
-        for name in ("num_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "target_forwards", "draft_forwards",
-                     "draft_s", "verify_s", "other_s"):  # fmt: skip
+        for name in ("num_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_plain_steps", "target_forwards",
+                     "draft_forwards", "draft_s", "verify_s", "other_s"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         per_position = self.num_accepted_tokens_per_pos
         per_position.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_position)))
         for i, count in enumerate(other.num_accepted_tokens_per_pos):
             per_position[i] += count
+        for name, counts in other.drafters.items():
+            total = self.drafters.setdefault(name, DrafterStats())
+            total.num_drafts += counts.num_drafts
+            total.num_draft_tokens += counts.num_draft_tokens
+            total.num_accepted_tokens += counts.num_accepted_tokens
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
         self.ttft_s = other.ttft_s

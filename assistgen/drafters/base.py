@@ -70,6 +70,9 @@ class Drafter(ABC):
     def commit(self, row: int, tokens: list[int]) -> None:
         """Row `row` goes on with `tokens` (at least one), accepted or the target's own."""
 
+    def observe(self, draft: Draft, accepted: int) -> None:  # noqa: B027 - most learn all they need from `commit`
+        """Of this draft, as far as it was verified, the first `accepted` tokens were accepted. Before the row's `commit`."""
+
     def end(self) -> None:  # noqa: B027 - most have nothing to put away
         """The call is over."""
 
@@ -78,13 +81,11 @@ class Budget(NamedTuple):
     """
     Attributes:
         depth (`int`): tokens to draft where the draft can't be looked at on the way.
-        limit (`int`): the most tokens to draft where it can; 0: draft nothing.
-        min_reach (`float`): where it can, a draft ends when the chance that all of it is accepted falls below this.
+        limit (`int`): the most tokens to draft where it can (see `Plan.goes_on`); 0: draft nothing.
     """
 
     depth: int
     limit: int
-    min_reach: float
 
 
 class Plan(Protocol):
@@ -95,6 +96,9 @@ class Plan(Protocol):
 
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""
+
+    def goes_on(self, source: str, reaches: Sequence[Sequence[float]]) -> bool:
+        """Whether another token is expected to pay after drafts whose rows reach each of their tokens with these chances."""
 
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""

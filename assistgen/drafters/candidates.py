@@ -88,7 +88,10 @@ class NGramCandidateGenerator(_OneRowGenerator):
         max_length: int | None = None,
     ):
         config = SpeculationConfig(
-            num_speculative_tokens=num_speculative_tokens, prompt_lookup_min=prompt_lookup_min, prompt_lookup_max=prompt_lookup_max
+            method="ngram",
+            num_speculative_tokens=num_speculative_tokens,
+            prompt_lookup_min=prompt_lookup_min,
+            prompt_lookup_max=prompt_lookup_max,
         )  # checks them
         super().__init__(lambda: NGramDrafter(*config.ngram_sizes), num_speculative_tokens, max_length)
 

@@ -48,6 +48,10 @@ class ChainDrafter(Drafter):
         for drafter in self._drafters:
             drafter.commit(row, tokens)
 
+    def observe(self, draft: Draft, accepted: int) -> None:
+        for drafter in self._drafters:
+            drafter.observe(draft, accepted)
+
     def end(self) -> None:
         for drafter in self._drafters:
             drafter.end()

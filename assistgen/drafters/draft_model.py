@@ -46,8 +46,8 @@ class _Chain:
     tokens: list[int]
     evidence: list[int]
     probs: list[torch.Tensor]
-    reach: float = 1.0
-    """The chance that all of it is accepted."""
+    reach: list[float]
+    """For each token the chance that the draft is accepted up to it."""
     is_open: bool = True
 
 
@@ -149,7 +149,7 @@ class DraftModelDrafter(Drafter):
         assert self._runner is not None
         if self.model.device.type == "cpu":
             limit = min(budget.limit, self._runner.max_width - 1)
-            drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], budget.min_reach, plan)
+            drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
         else:
             drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
@@ -206,12 +206,12 @@ class DraftModelDrafter(Drafter):
         limit = self.model.get_input_embeddings().num_embeddings
         return [token if token < limit else 0 for token in tokens]
 
-    def _draft_looking(self, rows: list[int], rooms: list[int], min_reach: float, plan: Plan) -> list[Draft]:
+    def _draft_looking(self, rows: list[int], rooms: list[int], plan: Plan) -> list[Draft]:
         """
         Where looking at a token costs nothing: the draft ends when going on is no longer expected to pay, and n-gram guesses of the
         draft's own next tokens ride along in its forwards (staged speculation, arXiv 2308.04623), which change nothing but the speed.
         """
-        chains = {row: _Chain([], [], [], 1.0, is_open=room > 0) for row, room in zip(rows, rooms, strict=True)}
+        chains = {row: _Chain([], [], [], [], is_open=room > 0) for row, room in zip(rows, rooms, strict=True)}
         while any(chain.is_open for chain in chains.values()):
             guesses = self._guess([chains[row] for row in rows], rows, rooms)
             sequences = [self._texts[row] + chains[row].tokens for row in rows]
@@ -231,7 +231,7 @@ class DraftModelDrafter(Drafter):
                     chain.evidence.append(_evidence(confident))
                     if distribution is not None:
                         chain.probs.append(distribution[place, position])
-                    chain.reach *= plan.rate(self.name, chain.evidence[-1])
+                    chain.reach.append((chain.reach or [1.0])[-1] * plan.rate(self.name, chain.evidence[-1]))
                     matches = position < len(guess.tokens) and chain.tokens[-1] == guess.tokens[position]
                     if position < len(guess.tokens):
                         self._guesses.observe(guess, position, matches)
@@ -239,8 +239,11 @@ class DraftModelDrafter(Drafter):
                         break
                     right += 1
                 self._held[row] += right
-                if len(chain.tokens) == room or chain.reach < min_reach:
+                if len(chain.tokens) == room:
                     chain.is_open = False
+            reaches = [chain.reach for chain in chains.values() if chain.reach]
+            if not reaches or not plan.goes_on(self.name, reaches):
+                break
         return [self._finished(chains[row]) for row in rows]
 
     def _guess(self, chains: list[_Chain], rows: list[int], rooms: list[int]) -> list[Draft]:
@@ -280,7 +283,7 @@ class DraftModelDrafter(Drafter):
                 length = next((i for i in range(length) if confidences[place][i] < self._threshold), length)
             probs = [drawn[place, 0] for _, _, drawn in steps[:length] if drawn is not None]
             evidence = [_evidence(confidence) for confidence in confidences[place][:length]]
-            drafts.append(self._finished(_Chain(tokens[place][:length], evidence, probs)))
+            drafts.append(self._finished(_Chain(tokens[place][:length], evidence, probs, [])))
         return drafts
 
     def _finished(self, chain: _Chain) -> Draft:
@@ -352,6 +355,8 @@ class DraftModelDrafter(Drafter):
 def _evidence(confidence: float) -> int:
     """A class of the draft model's own probability: the acceptance rate of each is learned, so they needn't be calibrated."""
     doubt = 1.0 - confidence
+    if math.isnan(doubt):
+        raise FloatingPointError("the draft model's logits are NaN")
     return CONFIDENCE_CLASSES if doubt < 2.0**-CONFIDENCE_CLASSES else min(CONFIDENCE_CLASSES, int(-math.log2(doubt) * 2))
 
 
