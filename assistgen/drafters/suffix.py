@@ -61,7 +61,7 @@ class SuffixDrafter(Drafter):
             index = SuffixIndex(self.max_depth, len(tokens) + 256)
             index.extend(tokens)
             self._own.append(index)
-            self._cursors.append([Cursor(index, is_own=True)])
+            self._cursors.append([Cursor([index], is_own=True)])
             self._outputs.append(tokens[-1:])
             if self._store is not None:
                 self._cursors[-1].append(self._store.cursor())

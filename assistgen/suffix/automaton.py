@@ -14,6 +14,9 @@ A state is one row of `states`:
 
 Most states have one way on, which stands in the row. The ways on of the others are rows of `edges`, found through the hash table
 `buckets`, and linked in a ring for each state; NEXT is then the complement (`~`) of the row of the most frequent one.
+
+An automaton is handed over as its `meta`, a row of numbers with the addresses of its arrays, so that a call costs a microsecond and one
+can go through several automata.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 
 LENGTH, LINK, COUNT, END, TOKEN, NEXT = range(6)
@@ -30,13 +35,42 @@ OWNER, EDGE_TOKEN, TARGET, IN_BUCKET, IN_RING = range(5)
 EDGE_FIELDS = 5
 NONE = -1
 ROOT = 0
-# What changes from call to call, in `meta`.
-NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES = range(7)
-META_FIELDS = 7
+# `meta`: what changes from token to token, what stays, and where the arrays are and how many rows they have.
+NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES, MAX_DEPTH = range(8)
+STATES, STATES_ROOM, EDGES, EDGES_ROOM, BUCKETS, TEXT, TEXT_ROOM = range(8, 15)
+META_FIELDS = 15
 SEPARATOR = -1
 # A longer context says more than its few occurrences let it seem: in replays of code, edits and answers 1.0 takes up to 3 % fewer tokens
 # a step than 2.5, and no more are taken if shorter contexts can't win at all.
 SHORTER_PROMISE = 2.5
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), code
+
+
+@njit(cache=True, inline="always")
+def _states(meta: Any) -> Any:
+    return carray(_pointer(meta[STATES]), (meta[STATES_ROOM], STATE_FIELDS), np.int32)
+
+
+@njit(cache=True, inline="always")
+def _edges(meta: Any) -> Any:
+    return carray(_pointer(meta[EDGES]), (meta[EDGES_ROOM], EDGE_FIELDS), np.int32)
+
+
+@njit(cache=True, inline="always")
+def _buckets(meta: Any) -> Any:
+    return carray(_pointer(meta[BUCKETS]), (meta[EDGES_ROOM],), np.int32)
+
+
+@njit(cache=True, inline="always")
+def _text(meta: Any) -> Any:
+    return carray(_pointer(meta[TEXT]), (meta[TEXT_ROOM],), np.int32)
 
 
 @njit(cache=True, inline="always")
@@ -217,13 +251,14 @@ def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
 
 
 @njit(cache=True)
-def extend(tokens: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, text: Any, meta: Any) -> Any:
+def extend(tokens: Any, meta: Any) -> Any:
     """
     Appends `tokens` to the present sequence.
 
     Returns:
         how many were appended: fewer than there are if an array is too small (`meta[WANTED_EDGES]`: how many edges must fit).
     """
+    states, edges, buckets, text = _states(meta), _edges(meta), _buckets(meta), _text(meta)
     for i in range(tokens.shape[0]):
         if meta[NUM_STATES] + 2 > states.shape[0] or meta[NUM_TOKENS] + 2 > text.shape[0]:
             return i
@@ -231,37 +266,54 @@ def extend(tokens: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
         if wanted > edges.shape[0]:
             meta[WANTED_EDGES] = wanted
             return i
-        _append(tokens[i], max_depth, states, edges, buckets, text, meta)
+        _append(tokens[i], meta[MAX_DEPTH], states, edges, buckets, text, meta)
     return tokens.shape[0]
 
 
 @njit(cache=True)
-def rebuild_buckets(edges: Any, num_edges: Any, buckets: Any) -> None:
+def rebuild_buckets(meta: Any) -> None:
     """Enters all edges into a new hash table."""
+    edges, buckets = _edges(meta), _buckets(meta)
     buckets[:] = NONE
-    for edge in range(num_edges):
+    for edge in range(meta[NUM_EDGES]):
         bucket = _bucket(edges[edge, OWNER], edges[edge, EDGE_TOKEN], buckets.shape[0])
         edges[edge, IN_BUCKET] = buckets[bucket]
         buckets[bucket] = edge
 
 
 @njit(cache=True)
-def advance(tokens: Any, max_depth: Any, cursor: Any, states: Any, edges: Any, buckets: Any) -> None:
-    """Moves `cursor`, the state and length of the longest suffix of another text that occurs here, over its next tokens."""
-    state, length = cursor[0], cursor[1]
-    for token in tokens:
-        state = suffix_state(state, length, states)
-        target = follow(state, token, states, edges, buckets)
-        while target == NONE and state != ROOT:
-            state = states[state, LINK]
-            length = states[state, LENGTH]
+def count(state: Any, length: Any, meta: Any) -> Any:
+    """How often the suffix of `length` tokens of a state's substrings occurs."""
+    states = _states(meta)
+    return states[suffix_state(state, length, states), COUNT]
+
+
+@njit(cache=True)
+def advance(tokens: Any, places: Any, metas: Any) -> None:
+    """
+    Follows another text over its next tokens.
+
+    Args:
+        places: for each automaton the state and the length of the longest suffix of the other text that occurs there.
+        metas: addresses of the automata's `meta`.
+    """
+    for i in range(metas.shape[0]):
+        meta = carray(_pointer(metas[i]), (META_FIELDS,), np.int64)
+        states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
+        state, length = places[i, 0], places[i, 1]
+        for token in tokens:
+            state = suffix_state(state, length, states)
             target = follow(state, token, states, edges, buckets)
-        if target == NONE:
-            length = 0
-        else:
-            length = min(length + 1, max_depth)
-            state = suffix_state(target, length, states)
-    cursor[0], cursor[1] = state, length
+            while target == NONE and state != ROOT:
+                state = states[state, LINK]
+                length = states[state, LENGTH]
+                target = follow(state, token, states, edges, buckets)
+            if target == NONE:
+                length = 0
+            else:
+                length = min(length + 1, meta[MAX_DEPTH])
+                state = suffix_state(target, length, states)
+        places[i, 0], places[i, 1] = state, length
 
 
 @njit(cache=True, inline="always")
@@ -335,25 +387,13 @@ def _walk(
 
 
 @njit(cache=True)
-def propose(
-    state: Any, length: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, max_depth: Any, states: Any, edges: Any, text: Any,
-    num_tokens: Any, chain: Any, tokens: Any, probs: Any,
+def _propose(
+    state: Any, length: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, meta: Any, chain: Any, tokens: Any, probs: Any,
+    best_row: Any,
 ) -> Any:  # fmt: skip
-    """
-    The best of the ways on from all suffixes of a context, by the expected number of accepted tokens, of which a shorter suffix has to
-    promise `SHORTER_PROMISE` times as many as a longer one.
-
-    Args:
-        state, length: the longest suffix.
-        is_own: the context is the text's own end, not another text's.
-        max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
-        min_prob: tokens less likely than this are left out.
-        chain, tokens, probs: room for `max_depth + 1` states; for two results of `max_tokens` tokens; for their probabilities.
-
-    Returns:
-        the row of `tokens` and `probs`, the number of tokens, the length of the suffix, the score.
-    """
-    length = min(length, max_depth)
+    """The best of the ways on from all suffixes of a context (see `propose`), in a row other than `best_row`."""
+    states, edges, text = _states(meta), _edges(meta), _text(meta)
+    length = min(length, meta[MAX_DEPTH])
     state = suffix_state(state, length, states)
     chain_length = 0
     if is_own:
@@ -362,7 +402,8 @@ def propose(
             chain[chain_length] = own
             chain_length += 1
             own = states[own, LINK]
-    best_row, best_n, best_length, best_score = 0, 0, 0, 0.0
+    row, other = (best_row + 1) % 3, (best_row + 2) % 3
+    best_n, best_size, best_score = 0, 0, 0.0
     while state != ROOT:
         size = min(states[state, LENGTH], length)
         if states[state, COUNT] > is_own:
@@ -370,10 +411,49 @@ def propose(
             if best_score * SHORTER_PROMISE >= limit:
                 break
             n, score = _walk(
-                state, size, limit, min_prob, max_depth, chain, chain_length, states, edges, text, num_tokens, tokens[1 - best_row],
-                probs[1 - best_row],
+                state, size, limit, min_prob, meta[MAX_DEPTH], chain, chain_length, states, edges, text, meta[NUM_TOKENS], tokens[other],
+                probs[other],
             )  # fmt: skip
             if score > best_score * SHORTER_PROMISE:
-                best_row, best_n, best_length, best_score = 1 - best_row, n, size, score
+                row, other = other, row
+                best_n, best_size, best_score = n, size, score
         state = states[state, LINK]
-    return best_row, best_n, best_length, best_score
+    return row, best_n, best_size, best_score
+
+
+@njit(cache=True)
+def propose(
+    places: Any, metas: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, chain: Any, tokens: Any, probs: Any
+) -> Any:  # fmt: skip
+    """
+    The best of the ways on from all suffixes of a context, by the expected number of accepted tokens, of which a shorter suffix has to
+    promise `SHORTER_PROMISE` times as many as a longer one. Of several automata those are asked that know the longest suffix, and the
+    others where these have nothing to say.
+
+    Args:
+        places, metas: as in `advance`.
+        is_own: the context is the end of the (only) automaton's text, not another text's.
+        max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
+        min_prob: tokens less likely than this are left out.
+        chain, tokens, probs: room for `max_depth + 1` states; for three results of `max_tokens` tokens; for their probabilities.
+
+    Returns:
+        the row of `tokens` and `probs`, the number of tokens, the length of the suffix, the score.
+    """
+    row, n, size, score = 0, 0, 0, 0.0
+    if is_own:
+        meta = carray(_pointer(metas[0]), (META_FIELDS,), np.int64)
+        return _propose(meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
+    longest = 0
+    for i in range(metas.shape[0]):
+        longest = max(longest, places[i, 1])
+    for knows_longest in (True, False):
+        for i in range(metas.shape[0]):
+            if (places[i, 1] == longest) == knows_longest and longest > 0:
+                meta = carray(_pointer(metas[i]), (META_FIELDS,), np.int64)
+                found = _propose(places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
+                if found[3] > score:
+                    row, n, size, score = found
+        if score > 0.0:
+            break
+    return row, n, size, score

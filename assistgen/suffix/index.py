@@ -48,13 +48,15 @@ class SuffixIndex:
 
     def __init__(self, max_depth: int = 24, capacity: int = 256):
         self.max_depth = max_depth
-        self._states = np.empty((2 * capacity, automaton.STATE_FIELDS), np.int32)
-        self._states[automaton.ROOT] = (0, automaton.NONE, 0, automaton.NONE, automaton.NONE, 0)
-        self._edges = np.empty((capacity, automaton.EDGE_FIELDS), np.int32)
-        self._buckets = np.full(capacity, automaton.NONE, np.int32)
-        self._text = np.empty(capacity, np.int32)
         self._meta = np.zeros(automaton.META_FIELDS, np.int64)
         self._meta[automaton.NUM_STATES] = 1
+        self._meta[automaton.MAX_DEPTH] = max_depth
+        self._states = np.empty((capacity + capacity // 2, automaton.STATE_FIELDS), np.int32)
+        self._states[automaton.ROOT] = (0, automaton.NONE, 0, automaton.NONE, automaton.NONE, 0)
+        self._edges = np.empty((capacity - capacity // 8, automaton.EDGE_FIELDS), np.int32)
+        self._buckets = np.full(len(self._edges), automaton.NONE, np.int32)
+        self._text = np.empty(capacity, np.int32)
+        self._point()
 
     def __len__(self) -> int:
         """Tokens, with one more for the end of each sequence but the last."""
@@ -73,10 +75,7 @@ class SuffixIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         """The present sequence goes on with `tokens`."""
         new = np.asarray(tokens, np.int32)
-        while True:
-            done = automaton.extend(new, self.max_depth, self._states, self._edges, self._buckets, self._text, self._meta)
-            if done == len(new):
-                return
+        while (done := automaton.extend(new, self._meta)) < len(new):
             new = new[done:]
             self._grow(len(new))
 
@@ -97,10 +96,13 @@ class SuffixIndex:
         self._states = self._grown(self._states, int(meta[automaton.NUM_STATES]) + more + 2)
         self._text = self._grown(self._text, int(meta[automaton.NUM_TOKENS]) + more + 2)
         wanted = max(int(meta[automaton.WANTED_EDGES]), int(meta[automaton.NUM_EDGES]) + more // 4)
-        if wanted > len(self._edges):
+        rebuilds = wanted > len(self._edges)
+        if rebuilds:
             self._edges = self._grown(self._edges, wanted)
             self._buckets = np.empty(len(self._edges), np.int32)
-            automaton.rebuild_buckets(self._edges, meta[automaton.NUM_EDGES], self._buckets)
+        self._point()
+        if rebuilds:
+            automaton.rebuild_buckets(meta)
 
     def _grown(self, array: Any, wanted: int) -> Any:
         if wanted <= len(array):
@@ -109,48 +111,53 @@ class SuffixIndex:
         grown[: len(array)] = array
         return grown
 
+    def _point(self) -> None:
+        """Tells the compiled functions where the arrays are."""
+        meta = self._meta
+        meta[automaton.STATES], meta[automaton.STATES_ROOM] = self._states.ctypes.data, len(self._states)
+        meta[automaton.EDGES], meta[automaton.EDGES_ROOM] = self._edges.ctypes.data, len(self._edges)
+        meta[automaton.BUCKETS] = self._buckets.ctypes.data
+        meta[automaton.TEXT], meta[automaton.TEXT_ROOM] = self._text.ctypes.data, len(self._text)
+
 
 class Cursor:
     """
-    Where a context stands in an index: the end of the index's own text, or another text that is followed as it grows.
+    Where a context stands: at the end of an index's own text, or, another text that is followed as it grows, in one or more indexes.
 
     Args:
-        index (`SuffixIndex`): what is searched.
-        is_own (`bool`): the context is the end of the index's own last sequence.
+        indexes (`Sequence[SuffixIndex]`): what is searched, the preferred one of equals first; of one depth.
+        is_own (`bool`): the context is the end of the last sequence of the one index.
     """
 
-    def __init__(self, index: SuffixIndex, is_own: bool):
-        self.index = index
+    def __init__(self, indexes: Sequence[SuffixIndex], is_own: bool):
+        self.indexes = tuple(indexes)
         self.is_own = is_own
-        self._at = np.zeros(2, np.int64)
-        self._chain = np.empty(index.max_depth + 1, np.int64)
+        self._metas = np.array([index._meta.ctypes.data for index in indexes], np.int64)
+        self._places = np.zeros((len(indexes), 2), np.int64)
+        self._chain = np.empty(max(index.max_depth for index in indexes) + 1, np.int64)
         self._room(16)
 
     def _room(self, max_tokens: int) -> None:
-        self._tokens = np.empty((2, max_tokens), np.int32)
-        self._probs = np.empty((2, max_tokens), np.float64)
+        self._tokens = np.empty((3, max_tokens), np.int32)
+        self._probs = np.empty((3, max_tokens), np.float64)
 
     @property
     def match_length(self) -> int:
-        """Length of the longest suffix of the context that the index knows, in tokens; up to `max_depth`."""
-        return self._place()[1]
+        """Length of the longest suffix of the context that an index knows, in tokens; up to `max_depth`."""
+        if not self.is_own:
+            return int(self._places[:, 1].max())
+        index = self.indexes[0]
+        return min(int(index._meta[automaton.ACTIVE_LENGTH]), index.max_depth)
 
-    @property
     def count(self) -> int:
-        """How often that suffix occurs, the context itself included if it is the index's own."""
-        index, (state, length) = self.index, self._place()
-        return int(index._states[automaton.suffix_state(state, length, index._states), automaton.COUNT])
-
-    def _place(self) -> tuple[int, int]:
-        meta = self.index._meta
-        state, length = (meta[automaton.ACTIVE], meta[automaton.ACTIVE_LENGTH]) if self.is_own else self._at
-        return int(state), min(int(length), self.index.max_depth)
+        """How often that suffix occurs in the first index, the context itself included if it is the index's own."""
+        meta = self.indexes[0]._meta
+        state = meta[automaton.ACTIVE] if self.is_own else self._places[0, 0]
+        return int(automaton.count(state, self.match_length, meta))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The other text goes on with `tokens`."""
-        index = self.index
-        new = np.asarray(tokens, np.int32)
-        automaton.advance(new, index.max_depth, self._at, index._states, index._edges, index._buckets)
+        automaton.advance(np.asarray(tokens, np.int32), self._places, self._metas)
 
     def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
         """
@@ -159,25 +166,10 @@ class Cursor:
             max_spec_factor (`float`): at most this many times the length of the match.
             min_token_prob (`float`): tokens less likely than this are left out.
         """
-        index = self.index
         if self._tokens.shape[1] < max_tokens:
             self._room(max_tokens)
-        state, length = self._place()
         row, n, size, score = automaton.propose(
-            state,
-            length,
-            self.is_own,
-            max_tokens,
-            max_spec_factor,
-            min_token_prob,
-            index.max_depth,
-            index._states,
-            index._edges,
-            index._text,
-            len(index),
-            self._chain,
-            self._tokens,
-            self._probs,
+            self._places, self._metas, self.is_own, max_tokens, max_spec_factor, min_token_prob, self._chain, self._tokens, self._probs
         )
         if n == 0:
             return Proposal()

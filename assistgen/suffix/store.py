@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .automaton import SHORTER_PROMISE
 from .index import Cursor, Proposal, SuffixIndex
 
 
@@ -220,42 +219,36 @@ class _Block:
 
 
 class StoreCursor:
-    """Where one text stands in a store. It follows the text's last tokens into blocks that come later, and forgets blocks that go."""
+    """Where one text stands in a store, whose blocks come and go."""
 
     def __init__(self, store: SuffixStore):
         self._store = store
-        self._tail: list[int] = []
+        self._tail: list[int] = []  # the last tokens, for blocks that come later
         self._behind: list[int] = []
-        self._cursors: dict[_Block, Cursor] = {}
+        self._blocks: list[_Block] = []
+        self._cursor: Cursor | None = None
 
     def advance(self, tokens: Sequence[int]) -> None:
+        """The text goes on with `tokens`."""
         self._behind += tokens[-self._store.max_depth :]
 
     def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
-        """As `Cursor.propose`: the best of all blocks, by the same rule; on a tie, the latest."""
+        """As `Cursor.propose`, over all blocks; on a tie, the latest."""
         store = self._store
-        best = Proposal()
         with store._lock:
-            behind = self._behind[-store.max_depth :]
-            self._tail = (self._tail + behind)[-store.max_depth :]
+            depth = store.max_depth
+            behind = self._behind[-depth:]
+            self._tail = (self._tail + behind)[-depth:]
             self._behind = []
-            cursors = {}
-            for block in reversed(store._blocks):
-                cursor = self._cursors.get(block)
-                if cursor is None:
-                    cursor = Cursor(block.index, is_own=False)
-                    cursor.advance(self._tail)
-                else:
-                    cursor.advance(behind)
-                cursors[block] = cursor
-            for cursor in sorted(cursors.values(), key=lambda cursor: -cursor.match_length):
-                if best.score * SHORTER_PROMISE >= min(max_tokens, cursor.match_length * max_spec_factor):
-                    break
-                proposal = cursor.propose(max_tokens, max_spec_factor, min_token_prob)
-                if proposal.score > best.score * (SHORTER_PROMISE if proposal.match_length < best.match_length else 1.0):
-                    best = proposal
-            self._cursors = cursors
-        return best
+            if len(self._blocks) != len(store._blocks) or (self._blocks and self._blocks[0] is not store._blocks[-1]):
+                self._blocks = list(reversed(store._blocks))
+                self._cursor = Cursor([block.index for block in self._blocks], is_own=False)
+                behind = self._tail
+            if self._cursor is None:
+                return Proposal()
+            if behind:
+                self._cursor.advance(behind)
+            return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob)
 
 
 def _write(file: io.FileIO, data: bytes) -> None:
