@@ -107,7 +107,8 @@ class Call:
             else None,
             max_draft_tokens=speculator.max_draft_tokens if speculator is not None else lambda rows: 0,
             judges_blocks=speculator is not None and speculator.uses_blocks,
-            controller=speculator.controller if speculator is not None else DepthController(),
+            # Processes that decode the same text must not follow their own clocks.
+            controller=DepthController("constant") if speculator is None or compat.is_sharded(model) else speculator.controller,
             costs=costs_of(model),
             generation_config=generation_config,
             stopping_criteria=stopping_criteria,

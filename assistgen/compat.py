@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 
 # `past_key_values` became `cache` on the way to 5.24: the argument of `forward`, the key in the model kwargs, the field of outputs.
@@ -115,3 +115,16 @@ def load_window(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: in
     layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = length
+
+
+def ranks_in_step(model: Any) -> bool:
+    """Whether other processes have to run a forward whenever this one does (ZeRO-3, FSDP): what `generate()` calls `synced_gpus`."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return False
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether other processes hold parts of the model and decode the same text (tensor parallelism)."""
+    return (getattr(model, "_tp_size", None) or 1) > 1

@@ -203,7 +203,7 @@ def _generate(
         return attach(plain_generate(model, inputs, **kwargs), SpeculationStats())
 
     speculator = Speculator.of(speculation) if speculation is not None else None
-    problem = _problem(effective, kwargs)
+    problem = _problem(model, effective, kwargs)
     if problem is not None:
         if asked:
             raise ValueError(problem)
@@ -279,7 +279,7 @@ def _effective_config(model: Any, kwargs: dict[str, Any]) -> Any:
     return effective
 
 
-def _problem(config: Any, kwargs: dict[str, Any]) -> str | None:
+def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """What in a call doesn't go with speculation, with what to do about it; `None` if nothing."""
     if config.use_cache is False:
         return "`use_cache=False` doesn't go with speculation, which verifies against the cache. Leave it out."
@@ -289,7 +289,8 @@ def _problem(config: Any, kwargs: dict[str, Any]) -> str | None:
         return "`cache_implementation='paged'` doesn't go with speculation. Leave it out."
     if config.token_healing:
         return "`token_healing` doesn't go with speculation. Leave it out, or use `speculation=None`."
-    if kwargs.get("synced_gpus"):
+    synced = kwargs.get("synced_gpus")
+    if synced or (synced is None and compat.ranks_in_step(model)):
         return "`synced_gpus=True` doesn't go with speculation: ranks would take different numbers of forwards. Use `speculation=None`."
     for name in ("penalty_alpha", "dola_layers", "constraints", "force_words_ids"):
         if getattr(config, name, None) is not None:

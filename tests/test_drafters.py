@@ -77,7 +77,8 @@ def test_rows_are_separate():
 
 def test_drafters_and_control_know_neither_torch_nor_transformers():
     code = (
-        "import sys, assistgen.config, assistgen.control, assistgen.stats, assistgen.drafters.base, assistgen.drafters.ngram;"
+        "import sys, assistgen.config, assistgen.control, assistgen.stats, assistgen.drafters.base, assistgen.drafters.ngram, "
+        "assistgen.drafters.chain, assistgen.drafters.suffix, assistgen.suffix.store;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'transformers') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -380,3 +380,21 @@ def test_batch_streamer_gets_steps_of_all_rows():
         assert fast.ended == 1
         assert len(plain.steps) == len(fast.steps)
         assert all(torch.equal(p, f) for p, f in zip(plain.steps, fast.steps, strict=True))
+
+
+def test_processes_that_decode_together(monkeypatch):
+    """Ranks in step are refused; ranks with parts of one model choose the same depth, whatever their clocks say."""
+    model, ids = build(seed=1), prompt(40, period=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "ranks_in_step", lambda model: True)
+        with pytest.raises(ValueError, match="synced_gpus"):
+            assistgen.generate(model, ids, speculation="ngram", **KW)
+    plain = model.generate(ids, **KW)
+    model._tp_size = 2
+    store = assistgen.SuffixStore()
+    store.add(plain[0].tolist())
+    speculator = Speculator({"method": "suffix", "store": store})
+    output = assistgen.generate(model, ids, speculation=speculator, return_dict_in_generate=True, **KW)
+    assert torch.equal(output.sequences, plain)
+    assert output.speculation.num_accepted_tokens > 10
+    assert speculator.controller.to_dict()["acceptance"] == {}

@@ -56,6 +56,7 @@ class SuffixIndex:
         self._edges = np.empty((capacity - capacity // 8, automaton.EDGE_FIELDS), np.int32)
         self._buckets = np.full(len(self._edges), automaton.NONE, np.int32)
         self._text = np.empty(capacity, np.int32)
+        self._one = np.empty(1, np.int32)
         self._point()
 
     def __len__(self) -> int:
@@ -74,7 +75,11 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The present sequence goes on with `tokens`."""
-        new = np.asarray(tokens, np.int32)
+        if len(tokens) == 1:
+            new = self._one
+            new[0] = tokens[0]
+        else:
+            new = np.asarray(tokens, np.int32)
         while (done := automaton.extend(new, self._meta)) < len(new):
             new = new[done:]
             self._grow(len(new))
