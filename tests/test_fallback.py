@@ -233,3 +233,27 @@ def test_draft_model_with_nan_logits(rows):
     output = assistgen.generate(model, **inputs, speculation=speculation, return_dict_in_generate=True, **KW)
     assert torch.equal(output.sequences, plain)
     assert output.speculation.fallbacks == {"the drafter 'draft_model' failed: FloatingPointError": 1}
+
+
+def test_a_broken_off_forward_leaves_no_cache_behind():
+    """The draft model fails in the middle of a forward; the next call with the same `Speculator` starts afresh."""
+    model, inputs, draft = build(), batch(1), build()
+    plain = model.generate(**inputs, **KW)
+    speculator = Speculator({"method": "draft_model", "model": draft, "depth": "constant"})
+    calls = [0]
+
+    def fails(*args):
+        calls[0] += 1
+        if calls[0] == 9:
+            raise RuntimeError("in the second layer")
+
+    handle = draft.model.layers[1].register_forward_pre_hook(fails)
+    first = assistgen.generate(model, **inputs, speculation=speculator, return_dict_in_generate=True, **KW)
+    handle.remove()
+    assert torch.equal(first.sequences, plain)
+    assert first.speculation.fallbacks == {"the drafter 'draft_model' failed: RuntimeError": 1}
+    speculator.breakers.clear()
+    second = assistgen.generate(model, **inputs, speculation=speculator, return_dict_in_generate=True, **KW)
+    assert torch.equal(second.sequences, plain)
+    assert not second.speculation.fallbacks
+    assert second.speculation.num_accepted_tokens == second.speculation.num_draft_tokens > 10

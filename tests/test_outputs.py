@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import assistgen
-from assistgen import SpeculationStats
+from assistgen import SpeculationStats, compat
+from assistgen.target import costs_of
 
 from .oracles import OracleSpeculator
 from .tiny import FAMILIES, build, pad_left, prompt
@@ -134,3 +135,32 @@ def test_plain_calls_have_empty_statistics():
     output = assistgen.generate(build(), prompt(8), speculation=None, max_new_tokens=4, return_dict_in_generate=True)
     assert output.speculation.num_drafts == 0
     assert output.speculation.num_accepted_tokens == 0
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_filled_up_because_that_is_cheaper(family, cache):
+    """Two tokens measured to cost less than one, and nothing to draft: the filling shows nowhere."""
+    if cache == "static" and family in ("mistral", "gemma3"):
+        pytest.skip("decoded plainly")
+    model, ids = build(family, seed=2), prompt(24)
+    config = {"max_new_tokens": 24, "do_sample": False, "output_scores": True, "output_hidden_states": True, "output_attentions": True}
+    if cache == "static":
+        config["cache_implementation"] = "static"
+    model.set_attn_implementation("eager")
+    plain = model.generate(ids, return_dict_in_generate=True, **config)
+    for _ in range(9):
+        for width in range(1, 17):
+            costs_of(model).record(1, width, {1: 9.0, 2: 5.0}.get(width, 8.0))
+    widths = []
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    speculation = {"method": "ngram", "prompt_lookup_min": 4}
+    fast = assistgen.generate(model, ids, speculation=speculation, return_dict_in_generate=True, **config)
+    handle.remove()
+    assert widths.count(2) > 8
+    assert widths[-1] == 1  # the last position has no room for more
+    assert torch.equal(plain.sequences, fast.sequences)
+    assert fast.speculation.num_plain_steps > 8
+    for name in ("scores", "hidden_states", "attentions"):
+        assert_same(plain, fast, name)
+    assert compat.length_of(plain[compat.CACHE]) == compat.length_of(fast[compat.CACHE])

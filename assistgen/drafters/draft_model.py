@@ -114,6 +114,7 @@ class DraftModelDrafter(Drafter):
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
         self._drafted: dict[int, list[int]] = {}
+        self._is_whole = True  # no forward was broken off, which would leave the cache's layers at different lengths
 
     def begin(self, rows: Sequence[list[int]]) -> None:
         self._texts = [list(row) for row in rows]
@@ -132,7 +133,7 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
-        if isinstance(runner, OneRow) and self._memory is not None:
+        if isinstance(runner, OneRow) and self._memory is not None and self._is_whole:
             runner.roll_back([self._held[0]])
             self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
@@ -330,7 +331,9 @@ class DraftModelDrafter(Drafter):
         for row, start, ids in zip(rows, starts, fed, strict=True):
             runner.tokens.reserve(start + width)
             runner.tokens.ids[row, start : start + len(ids)] = torch.tensor(self._known(ids), device=runner.tokens.ids.device)
+        self._is_whole = False
         logits = runner.forward(rows, starts, [len(ids) for ids in fed], width, logits_to_keep).logits
+        self._is_whole = True
         self.num_forwards += 1
         for row, at, ids in zip(rows, held, fed, strict=True):
             self._held[row] = at + len(ids)
