@@ -158,7 +158,6 @@ def test_a_forward_filled_up_because_that_is_cheaper(family, cache):
     fast = assistgen.generate(model, ids, speculation=speculation, return_dict_in_generate=True, **config)
     handle.remove()
     assert widths.count(2) > 8
-    assert widths[-1] == 1  # the last position has no room for more
     assert torch.equal(plain.sequences, fast.sequences)
     assert fast.speculation.num_plain_steps > 8
     for name in ("scores", "hidden_states", "attentions"):
