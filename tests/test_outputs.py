@@ -154,12 +154,12 @@ def test_a_forward_filled_up_because_that_is_cheaper(family, cache):
             costs_of(model).record(1, width, {1: 9.0, 2: 5.0}.get(width, 8.0))
     widths = []
     handle = model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    speculation = {"method": "ngram", "prompt_lookup_min": 4}
+    speculation = {"method": "ngram", "prompt_lookup_min": 20}
     fast = assistgen.generate(model, ids, speculation=speculation, return_dict_in_generate=True, **config)
     handle.remove()
-    assert widths.count(2) > 8
+    assert widths.count(2) > 15
     assert torch.equal(plain.sequences, fast.sequences)
-    assert fast.speculation.num_plain_steps > 8
+    assert fast.speculation.num_plain_steps > 15
     for name in ("scores", "hidden_states", "attentions"):
         assert_same(plain, fast, name)
     assert compat.length_of(plain[compat.CACHE]) == compat.length_of(fast[compat.CACHE])
