@@ -82,7 +82,7 @@ class SpeculationConfig:
         suffix_decoding_max_spec_factor (`float`, *optional*): a suffix draft is at most so many times as long as the repetition that
             stands behind it. `None`: as long as it is likely enough.
         suffix_decoding_min_token_prob (`float`, *optional*): tokens that are less likely to be accepted aren't drafted.
-            `None`: 0.02.
+            `None`: 0.002.
         suffix_decoding_max_cached_requests (`int`, *optional*): a store for so many earlier outputs, in the `Speculator`, in place of
             `store`. 0 and `None`: none.
         store (`SuffixStore`, *optional*): earlier texts that suffix decoding searches, and that this call's outputs are added to.
@@ -214,7 +214,7 @@ class SpeculationConfig:
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
         if prob is None and self.depth == "confidence":
             prob = self.confidence_threshold
-        return self.suffix_decoding_max_tree_depth, float("inf") if factor is None else factor, 0.02 if prob is None else prob
+        return self.suffix_decoding_max_tree_depth, float("inf") if factor is None else factor, 0.002 if prob is None else prob
 
     @property
     def confidence_threshold(self) -> float | None:

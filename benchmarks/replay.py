@@ -135,10 +135,16 @@ def replay(make: Callable[[], Drafter], requests: list[Request], depth: int) -> 
     return said, steps, wasted
 
 
-def recorded(tokenizer: Any, path: Path) -> list[Request]:
-    recordings = {entry["id"]: entry["output"] for entry in json.loads(path.read_text())["recordings"]}
-    items = [item for item in spec_bench(10) if item["id"] in recordings]
-    return [(chat(tokenizer, item["prompt"])["input_ids"][0].tolist(), recordings[item["id"]]) for item in items]
+def recorded(tokenizer: Any, path: Path) -> dict[str, list[Request]]:
+    """All answers of a recording, and those of each category."""
+    outputs = {entry["id"]: entry["output"] for entry in json.loads(path.read_text())["recordings"]}
+    found: dict[str, list[Request]] = {path.stem: []}
+    for item in spec_bench(10):
+        if item["id"] in outputs:
+            request = (chat(tokenizer, item["prompt"])["input_ids"][0].tolist(), outputs[item["id"]])
+            found[path.stem].append(request)
+            found.setdefault(item["category"], []).append(request)
+    return found
 
 
 def library(number: int, characters: tuple[int, int] = (3_000, 9_000)) -> list[str]:
@@ -166,7 +172,9 @@ def edits(text: str) -> Iterator[str]:
 
 
 def sets(tokenizer: Any) -> dict[str, list[Request]]:
-    found = {path.stem: recorded(tokenizer, path) for path in sorted(RECORDINGS.glob("*.json"))}
+    found: dict[str, list[Request]] = {}
+    for path in sorted(RECORDINGS.glob("*.json")):
+        found |= recorded(tokenizer, path)
 
     def ids(text: str) -> list[int]:
         return tokenizer(text)["input_ids"]

@@ -42,7 +42,7 @@ class SuffixDrafter(Drafter):
         self,
         max_depth: int = 24,
         max_spec_factor: float = math.inf,
-        min_token_prob: float = 0.02,
+        min_token_prob: float = 0.002,
         store: SuffixStore | None = None,
         vocabulary: Vocabulary | None = None,
     ):

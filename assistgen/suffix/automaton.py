@@ -3,8 +3,9 @@ A suffix automaton over token ids with counts, in flat arrays, compiled by numba
 
 Source: the online construction of Blumer et al. (1985), for several sequences. Each state stands for all substrings that occur at the
 same places; its link leads to the longest suffix that occurs at more. Added to it: how often a state's substrings occur, and which
-token follows them most often (on a tie, the later one). Both are kept for contexts of up to `max_depth` tokens, the only ones asked
-for, so that a token costs at most `max_depth` steps even in a text like "aaaa…".
+token follows them most often (on a tie, the one that did so first: answers quote what came before their own words). Both are kept for
+contexts of up to `max_depth` tokens, the only ones asked for, so that a token costs at most `max_depth` steps even in a text like
+"aaaa…".
 
 A state is one row of `states`:
 
@@ -244,7 +245,7 @@ def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
     while state != NONE:
         if states[state, TOKEN] != token:
             edge = _edge(state, token, edges, buckets)
-            if states[edges[edge, TARGET], COUNT] >= states[edges[~states[state, NEXT], TARGET], COUNT]:
+            if states[edges[edge, TARGET], COUNT] > states[edges[~states[state, NEXT], TARGET], COUNT]:
                 states[state, TOKEN] = token
                 states[state, NEXT] = ~edge
         state = states[state, LINK]

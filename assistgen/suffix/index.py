@@ -164,7 +164,7 @@ class Cursor:
         """The other text goes on with `tokens`."""
         automaton.advance(np.asarray(tokens, np.int32), self._places, self._metas)
 
-    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
+    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
         """
         Args:
             max_tokens (`int`): the most tokens to propose.

@@ -62,12 +62,12 @@ class SuffixStore:
     texts a store each.
 
     Args:
-        max_tokens (`int`): the most tokens kept. The oldest go first, in blocks of about an eighth.
+        max_tokens (`int`): the most tokens kept. The oldest go first, in blocks of about a quarter.
         max_requests (`int`): the most sequences kept, likewise.
         max_depth (`int`): the longest context that is looked up, in tokens.
     """
 
-    BLOCKS = 8
+    BLOCKS = 4
 
     def __init__(self, max_tokens: int = 1_000_000, max_requests: int = 10_000, max_depth: int = 24) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_requests", max_requests), ("max_depth", max_depth)):
@@ -232,7 +232,7 @@ class StoreCursor:
         """The text goes on with `tokens`."""
         self._behind += tokens[-self._store.max_depth :]
 
-    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.02) -> Proposal:
+    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
         """As `Cursor.propose`, over all blocks; on a tie, the latest."""
         store = self._store
         with store._lock:
