@@ -102,16 +102,18 @@ class GuardedDrafter(Drafter):
         self._is_abandoned = False
         self._drafted = False
         self._counted = self._accepted = 0.0
-        self._is_out = not breaker.admits()
-        self._was_admitted = not self._is_out
-        if self._is_out:
-            stats.count_fallback(f"the drafter {self.name!r} rests after a fault: {breaker.reason}")
+        self._was_admitted = False
+        self._is_out = False
 
     @property
     def num_forwards(self) -> int:  # type: ignore[override]
         return self._drafter.num_forwards
 
     def begin(self, rows: Sequence[list[int]]) -> None:
+        self._was_admitted = self._breaker.admits()
+        if not self._was_admitted:
+            self._is_out = True
+            self._stats.count_fallback(f"the drafter {self.name!r} rests after a fault: {self._breaker.reason}")
         self._guarded(lambda: self._drafter.begin(rows))
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
