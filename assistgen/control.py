@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .drafters.base import Budget, Draft
+from .drafters.base import Budget, Draft, chance_of
 
 
 class ForwardCosts:
@@ -141,15 +141,18 @@ class _Shape:
 
 class AcceptanceRates:
     """
-    The chance that a drafted token is accepted when those before it were, by the drafter's evidence for it: decayed counts with a prior.
+    The chance that a drafted token is accepted when those before it were, by the drafter's evidence for it: decayed counts, with the
+    drafter's own word as the prior.
 
     One piece of evidence may stand for a whole draft; then each position has a rate of its own, and its prior is the rate of the
     position before it: a drafter that was right i times is expected to go on being right.
     """
 
     DECAY = 0.97
-    STRENGTH = 2.0
+    STRENGTH = 4.0
     """How many observations the prior counts for."""
+    CAUTION = 0.85
+    """What a drafter's own word counts: drafters overrate themselves, and an answer may be over before that is learned."""
 
     def __init__(self) -> None:
         # (source, evidence) -> [reached, accepted] by position after the one that the evidence belongs to
@@ -180,7 +183,7 @@ class AcceptanceRates:
         for position in range(depth):
             if position <= last:
                 counts = self._counts.get((source, evidence[position]), ())
-                rate = min(0.3 + 0.1 * evidence[position], 0.9)
+                rate = self.CAUTION * chance_of(evidence[position])
             place = max(0, position - last)
             if place < len(counts):
                 reached, accepted = counts[place]

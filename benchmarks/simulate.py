@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from assistgen.control import DepthController, ForwardCosts, ShadowedDraft
-from assistgen.drafters.base import Draft
+from assistgen.drafters.base import Draft, chance_of
 
 
 LIMIT = 15
@@ -106,7 +106,7 @@ class Confidence(Policy):
         return limit
 
     def goes_on(self, evidence: int) -> bool:
-        return 1.0 - 2.0 ** (-(evidence + 0.5) / 2) >= 0.4
+        return chance_of(evidence) >= 0.4
 
     def depth(self, step: Step, drafted: int) -> tuple[int, int]:
         sure = next((i for i in range(drafted) if not self.goes_on(step.evidence[i])), drafted)
@@ -158,7 +158,7 @@ class Adaptive(Policy):
     def _draft(self, at: int, step: Step, drafted: int) -> Draft:
         """Tokens are positions where they are right, -1 where not."""
         tokens = [at + i if i < step.right else -1 for i in range(drafted)]
-        return Draft(tokens, self.source, step.evidence[:drafted] or (0,), is_free=self.is_free)
+        return Draft(tokens, self.source, step.evidence[:drafted] or (3,), is_free=self.is_free)
 
     def depth(self, step: Step, drafted: int) -> tuple[int, int]:
         k = self.controller.trim([self._draft(0, step, drafted)], self.costs)

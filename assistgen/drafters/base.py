@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+
+EVIDENCE_CLASSES = 24
+
+
+def evidence_of(chance: float) -> int:
+    """The class, 0 … `EVIDENCE_CLASSES`, of a token's chance to be accepted: three for each halving of the doubt."""
+    doubt = 1.0 - chance
+    return EVIDENCE_CLASSES if doubt <= 2.0 ** (-EVIDENCE_CLASSES / 3) else int(-3 * math.log2(doubt))
+
+
+def chance_of(evidence: int) -> float:
+    """The chance in the middle of a class."""
+    return 1.0 - 2.0 ** (-(evidence + 0.5) / 3)
 
 
 @dataclass(slots=True)
@@ -16,9 +31,8 @@ class Draft:
     Attributes:
         tokens (`list[int]`): the guess, in order; may be empty.
         source (`str`): the drafter's name.
-        evidence (`tuple[int, ...]`): how much stood behind each token, in the drafter's own small classes (n-gram: a class of match
-            lengths; model: a class of its confidence). The controller learns one acceptance rate for each. The last one stands for all
-            further tokens.
+        evidence (`tuple[int, ...]`): for each token a class of the chance that the drafter gives it (`evidence_of`). The controller
+            starts from that chance and learns the class's true acceptance rate. The last one stands for all further tokens.
         probs (*optional*): the distributions that the tokens were drawn from, `(len(tokens), target vocabulary)`; `None` for a
             deterministic draft, which is compared with the target's own choice.
         is_free (`bool`): guessing cost next to nothing, so the controller also learns from guesses that weren't verified.
@@ -26,7 +40,7 @@ class Draft:
 
     tokens: list[int]
     source: str
-    evidence: tuple[int, ...] = (0,)
+    evidence: tuple[int, ...] = (3,)
     probs: Any = None
     is_free: bool = True
 

@@ -29,12 +29,11 @@ from ..cache import SLIDING
 from ..control import DepthController
 from ..target import ManyRows, OneRow, Target, costs_of, layer_types
 from ..tokens import TokenBuffer
-from .base import Draft, Drafter, Plan
+from .base import Draft, Drafter, Plan, evidence_of
 from .ngram import NGramIndex
 
 
 NAME = "draft_model"
-CONFIDENCE_CLASSES = 12
 MAX_GUESS = 4
 """The most n-gram guesses that ride along in a forward of the draft model."""
 
@@ -289,7 +288,7 @@ class DraftModelDrafter(Drafter):
 
     def _finished(self, chain: _Chain) -> Draft:
         probs = torch.stack(chain.probs).to(self._device) if chain.probs else None
-        return Draft(chain.tokens, self.name, tuple(chain.evidence) or (0,), probs, is_free=False)
+        return Draft(chain.tokens, self.name, tuple(chain.evidence) or (3,), probs, is_free=False)
 
     def _step(self, rows: list[int], sequences: list[list[int]], guesses: list[list[int]]) -> torch.Tensor:
         """
@@ -356,11 +355,9 @@ class DraftModelDrafter(Drafter):
 
 
 def _evidence(confidence: float) -> int:
-    """A class of the draft model's own probability: the acceptance rate of each is learned, so they needn't be calibrated."""
-    doubt = 1.0 - confidence
-    if math.isnan(doubt):
+    if math.isnan(confidence):
         raise FloatingPointError("the draft model's logits are NaN")
-    return CONFIDENCE_CLASSES if doubt < 2.0**-CONFIDENCE_CLASSES else min(CONFIDENCE_CLASSES, int(-math.log2(doubt) * 2))
+    return evidence_of(confidence)
 
 
 def why_not(model: Any) -> str | None:

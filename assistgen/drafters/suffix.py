@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import Draft, Drafter, Plan
+from .base import Draft, Drafter, Plan, evidence_of
 
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..suffix.store import SuffixStore, Vocabulary
 
 NAME = "suffix"
-EVIDENCE_CLASSES = 12
 STORE_TRUST = 0.5
 """What a store's score counts beside that of the row's own text: edits of a text that the store also knows otherwise follow the old one."""
 
@@ -88,9 +87,9 @@ class SuffixDrafter(Drafter):
 
 
 def as_draft(proposal: Proposal) -> Draft:
-    """With evidence for each token: a class of its own chance, whose true rate is learned."""
+    """With each token's own chance, those before it accepted, as evidence."""
     before, evidence = 1.0, []
     for prob in proposal.probs:
-        evidence.append(min(EVIDENCE_CLASSES, int(-3 * math.log2(1.0 - prob / before))))
+        evidence.append(evidence_of(prob / before))
         before = prob
-    return Draft(proposal.tokens, NAME, tuple(evidence) or (0,))
+    return Draft(proposal.tokens, NAME, tuple(evidence) or (3,))
