@@ -17,3 +17,13 @@ def smollm():
     from assistgen import weights
 
     return weights.load("smollm2-135m", torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """Tiny tensors are slower with several threads, by far on some machines; real weights are faster."""
+    before = torch.get_num_threads()
+    if not any(request.node.get_closest_marker(name) for name in ("weights", "slow")):
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
