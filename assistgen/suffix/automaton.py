@@ -46,6 +46,14 @@ SEPARATOR = -1
 SHORTER_PROMISE = 2.5
 
 
+def compiled(function: Any) -> Any:
+    """`njit`, with the result kept on disk where numba finds a place for it."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:
+        return njit(function)
+
+
 @intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -54,27 +62,27 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), code
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _states(meta: Any) -> Any:
     return carray(_pointer(meta[STATES]), (meta[STATES_ROOM], STATE_FIELDS), np.int32)
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _edges(meta: Any) -> Any:
     return carray(_pointer(meta[EDGES]), (meta[EDGES_ROOM], EDGE_FIELDS), np.int32)
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _buckets(meta: Any) -> Any:
     return carray(_pointer(meta[BUCKETS]), (meta[EDGES_ROOM],), np.int32)
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _text(meta: Any) -> Any:
     return carray(_pointer(meta[TEXT]), (meta[TEXT_ROOM],), np.int32)
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _bucket(state: Any, token: Any, num_buckets: Any) -> Any:
     mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
@@ -82,7 +90,7 @@ def _bucket(state: Any, token: Any, num_buckets: Any) -> Any:
     return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
 
 
-@njit(cache=True)
+@compiled
 def _edge(state: Any, token: Any, edges: Any, buckets: Any) -> Any:
     edge = buckets[_bucket(state, token, buckets.shape[0])]
     while edge != NONE and (edges[edge, OWNER] != state or edges[edge, EDGE_TOKEN] != token):
@@ -90,7 +98,7 @@ def _edge(state: Any, token: Any, edges: Any, buckets: Any) -> Any:
     return edge
 
 
-@njit(cache=True)
+@compiled
 def follow(state: Any, token: Any, states: Any, edges: Any, buckets: Any) -> Any:
     """The state that `token` leads to, or NONE."""
     next_ = states[state, NEXT]
@@ -102,7 +110,7 @@ def follow(state: Any, token: Any, states: Any, edges: Any, buckets: Any) -> Any
     return edges[edge, TARGET] if edge != NONE else NONE
 
 
-@njit(cache=True)
+@compiled
 def _new_edge(state: Any, token: Any, target: Any, edges: Any, buckets: Any, meta: Any) -> Any:
     edge = meta[NUM_EDGES]
     meta[NUM_EDGES] += 1
@@ -116,7 +124,7 @@ def _new_edge(state: Any, token: Any, target: Any, edges: Any, buckets: Any, met
     return edge
 
 
-@njit(cache=True)
+@compiled
 def _lead(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> None:
     """A new way on from a state."""
     if states[state, TOKEN] == NONE:
@@ -131,7 +139,7 @@ def _lead(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets:
     edges[first, IN_RING] = edge
 
 
-@njit(cache=True)
+@compiled
 def _redirect(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets: Any) -> None:
     if states[state, NEXT] >= 0:
         states[state, NEXT] = target
@@ -141,7 +149,7 @@ def _redirect(state: Any, token: Any, target: Any, states: Any, edges: Any, buck
         edges[_edge(state, token, edges, buckets), TARGET] = target
 
 
-@njit(cache=True)
+@compiled
 def _clone(state: Any, length: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> Any:
     """A state of its own for the substrings of `state` up to `length`, before they get an occurrence that the others don't have."""
     clone = meta[NUM_STATES]
@@ -162,7 +170,7 @@ def _clone(state: Any, length: Any, states: Any, edges: Any, buckets: Any, meta:
     return clone
 
 
-@njit(cache=True)
+@compiled
 def _edges_wanted(token: Any, states: Any, edges: Any, buckets: Any, meta: Any) -> Any:
     """The most edges that `token` can need."""
     wanted, state = 0, meta[LAST]
@@ -187,7 +195,7 @@ def _edges_wanted(token: Any, states: Any, edges: Any, buckets: Any, meta: Any) 
     return wanted
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def suffix_state(state: Any, length: Any, states: Any) -> Any:
     """The state of the suffix of `length` tokens of a substring of `state`."""
     while state != ROOT and states[states[state, LINK], LENGTH] >= length:
@@ -195,7 +203,7 @@ def suffix_state(state: Any, length: Any, states: Any) -> Any:
     return state
 
 
-@njit(cache=True)
+@compiled
 def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, text: Any, meta: Any) -> None:
     position, state = meta[NUM_TOKENS], meta[LAST]
     text[position] = token
@@ -251,7 +259,7 @@ def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
         state = states[state, LINK]
 
 
-@njit(cache=True)
+@compiled
 def extend(tokens: Any, meta: Any) -> Any:
     """
     Appends `tokens` to the present sequence.
@@ -271,7 +279,7 @@ def extend(tokens: Any, meta: Any) -> Any:
     return tokens.shape[0]
 
 
-@njit(cache=True)
+@compiled
 def rebuild_buckets(meta: Any) -> None:
     """Enters all edges into a new hash table."""
     edges, buckets = _edges(meta), _buckets(meta)
@@ -282,14 +290,14 @@ def rebuild_buckets(meta: Any) -> None:
         buckets[bucket] = edge
 
 
-@njit(cache=True)
+@compiled
 def count(state: Any, length: Any, meta: Any) -> Any:
     """How often the suffix of `length` tokens of a state's substrings occurs."""
     states = _states(meta)
     return states[suffix_state(state, length, states), COUNT]
 
 
-@njit(cache=True)
+@compiled
 def advance(tokens: Any, places: Any, metas: Any) -> None:
     """
     Follows another text over its next tokens.
@@ -317,7 +325,7 @@ def advance(tokens: Any, places: Any, metas: Any) -> None:
         places[i, 0], places[i, 1] = state, length
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _chance(followed: Any, occurrences: Any, context: Any) -> Any:
     """
     The chance that a token comes next that followed so many of so many occurrences of a context of so many tokens: absolute discounting
@@ -327,7 +335,7 @@ def _chance(followed: Any, occurrences: Any, context: Any) -> Any:
     return (followed - 3.0 / (context + 4.0)) / occurrences
 
 
-@njit(cache=True)
+@compiled
 def _walk(
     state: Any, size: Any, limit: Any, min_prob: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any, text: Any,
     num_tokens: Any, tokens: Any, probs: Any,
@@ -387,7 +395,7 @@ def _walk(
     return n, score
 
 
-@njit(cache=True)
+@compiled
 def _propose(
     state: Any, length: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, meta: Any, chain: Any, tokens: Any, probs: Any,
     best_row: Any,
@@ -422,7 +430,7 @@ def _propose(
     return row, best_n, best_size, best_score
 
 
-@njit(cache=True)
+@compiled
 def propose(
     places: Any, metas: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, chain: Any, tokens: Any, probs: Any
 ) -> Any:  # fmt: skip
