@@ -1,4 +1,4 @@
-"""Draft models against plain decoding and transformers' `assistant_model=`: `python -m benchmarks.drafters`.
+"""Drafters against plain decoding and transformers' `assistant_model=` and prompt lookup: `python -m benchmarks.drafters`.
 
 Qwen2.5-Coder 1.5B with 0.5B, bfloat16, prompts of Spec-Bench's 13 categories. Every prompt runs each side once, in rotating order, in
 one process; ratios are per token and per prompt, their geometric means come with bootstrap intervals over the prompts.
@@ -43,7 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"])
+    parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
+                        help="also lookup, ngram, suffix, auto, chain")  # fmt: skip
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
@@ -58,8 +59,11 @@ def main() -> None:
     if "chain_nf4" in arguments.sides:
         small = nf4("qwen2.5-coder-0.5b")
         speculators["chain_nf4"] = assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": small}]})
-    if "ngram" in arguments.sides:
-        speculators["ngram"] = assistgen.Speculator("ngram")
+    for method in ("ngram", "suffix"):
+        if method in arguments.sides:
+            speculators[method] = assistgen.Speculator(method)
+    if "auto" in arguments.sides:
+        speculators["auto"] = assistgen.Speculator({"method": "auto", "model": draft})
 
     def run(side: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
         clock, forwards = Clock(), [0]
@@ -71,6 +75,8 @@ def main() -> None:
             sequences = target.generate(**kwargs)
         elif side == "assistant":
             sequences = target.generate(**kwargs, assistant_model=draft)
+        elif side == "lookup":
+            sequences = target.generate(**kwargs, prompt_lookup_num_tokens=10)
         else:
             output = assistgen.generate(target, **kwargs, speculation=speculators[side], return_dict_in_generate=True)
             sequences, stats = output.sequences, output.speculation
@@ -99,8 +105,9 @@ def main() -> None:
             result = results[side]
             ratios[side]["wall"].append(plain["seconds"] / result["seconds"])
             ratios[side]["first token"].append(result["first"] / plain["first"])
-            if "assistant" in results and side != "assistant":
-                ratios[side]["over transformers' assistant"].append(results["assistant"]["seconds"] / result["seconds"])
+            for theirs in ("assistant", "lookup"):
+                if theirs in results and side not in ("assistant", "lookup"):
+                    ratios[side][f"over transformers' {theirs}"].append(results[theirs]["seconds"] / result["seconds"])
             categories[side][item["category"]].append(result["per_forward"])
             if result["draft_ms"] is not None:
                 draft_ms[side].append(result["draft_ms"])
