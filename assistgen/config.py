@@ -94,8 +94,8 @@ class SpeculationConfig:
         rejection_sample_method (`str`, defaults to `"standard"`): for probabilistic drafts, token by token, or `"block"` (block
             verification, arXiv 2403.10444), which accepts at least as many. Both are lossless.
         draft_temperature (`float`, *optional*): of probabilistic drafts. `None`: the target's.
-        draft_confidence_threshold (`float`, *optional*): a draft ends before a token that the draft model gives a lower probability.
-            `None`: as long as drafting on is expected to pay.
+        draft_confidence_threshold (`float`, *optional*): a draft ends where the draft model gives its likeliest token a lower
+            probability. `None`: as long as drafting on is expected to pay.
         min_acceptance (`float`, *optional*): a drafter of whose tokens fewer are accepted is out of the call.
         draft_timeout_s (`float`, *optional*): a drafter that takes longer in a round is out of the call; its thread is left behind.
         drafters (`list`, *optional*): several drafters as one, each a method name or a dict with these keys; the earlier ones are asked

@@ -213,13 +213,18 @@ class Decoding:
         return rooms
 
     def _allowed(self, row: Row, draft: Draft, room: int) -> Draft:
-        return draft.cut(self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens[:room])) if draft.tokens else draft
+        """The draft as far as there is room, and up to the first banned token, unless it was drawn (see `_choose_depth`)."""
+        if draft.probs is None and draft.tokens:
+            room = min(room, self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens))
+        return draft.cut(room)
 
     def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> tuple[list[Draft], int]:
         """The drafts as far as they are to be verified, and the width of the forward that does it."""
         if self.drafter is None or self.drafter.constant_depth:
             return proposals, max(len(draft.tokens) for draft in proposals) + 1
-        depth = self.controller.trim(proposals, self.costs)
+        # A token that was drawn has to be judged. Left out because of what it is, it would shift the distribution.
+        drawn = max(len(draft.tokens) if draft.probs is not None else 0 for draft in proposals)
+        depth = max(drawn, self.controller.trim(proposals, self.costs))
         width = self.controller.width(len(running), depth, min(self._rooms(running)), self.costs)
         return [draft.cut(depth) for draft in proposals], width
 

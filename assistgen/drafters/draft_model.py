@@ -81,7 +81,7 @@ class DraftModelDrafter(Drafter):
         vocab_size (`int`): the target's. The draft's logits are cut or padded to it, told by contents: ids mean the same in both.
         device (`torch.device`): where the target wants the probabilities.
         warpers (`LogitsProcessorList`, *optional*): makes the distribution that drafts are drawn from; `None` drafts the likeliest token.
-        confidence_threshold (`float`, *optional*): a draft ends before a token of lower probability.
+        confidence_threshold (`float`, *optional*): a draft ends where the likeliest token has a lower probability.
         memory (`DraftMemory`, *optional*): the cache of an earlier call.
     """
 
@@ -340,8 +340,8 @@ class DraftModelDrafter(Drafter):
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        Tokens and their probabilities, `(rows, positions)` each, and the distributions that they were drawn from, `(rows, positions,
-        target vocabulary)`.
+        Tokens and the likeliest tokens' probabilities, `(rows, positions)` each, and the distributions that the tokens were drawn from,
+        `(rows, positions, target vocabulary)`. What a draft ends by must not depend on the token drawn, or it is no longer lossless.
         """
         logits = logits[..., : self._shared].float()
         if self._warpers is None:
@@ -349,7 +349,7 @@ class DraftModelDrafter(Drafter):
             return token, torch.exp(top - torch.logsumexp(logits, dim=-1)), None
         probs = torch.nn.functional.softmax(self._warpers(None, logits.flatten(0, 1)), dim=-1)
         token = torch.multinomial(probs, num_samples=1)
-        confidence = probs.gather(1, token).view(logits.shape[:2])
+        confidence = probs.amax(dim=-1).view(logits.shape[:2])
         probs = torch.nn.functional.pad(probs, (0, self._vocab_size - self._shared)).view(*logits.shape[:2], -1)
         return token.view(logits.shape[:2]), confidence, probs
 
