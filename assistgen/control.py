@@ -481,7 +481,7 @@ class RoundPlan:
         with self._controller._lock:
             self._controller._known(source).seconds.append(seconds / num_tokens)
 
-    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
+    def prefers(self, draft: Draft, source: str) -> bool:
         """Whether a free draft in hand promises at least as much as a round with `source`."""
         controller = self._controller
         if not draft.tokens:

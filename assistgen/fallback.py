@@ -36,7 +36,7 @@ class Breaker:
         self.cool_down_s = self.COOL_DOWN_S
         self.reason: str | None = None
         self._clock = clock
-        self._closes_at = 0.0
+        self._rests_until = 0.0
         self._is_tried = False
         self._lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class Breaker:
         """`"closed"`, `"open"` or `"half-open"`."""
         if self.reason is None:
             return "closed"
-        return "open" if self._clock() < self._closes_at else "half-open"
+        return "open" if self._clock() < self._rests_until else "half-open"
 
     def admits(self) -> bool:
         """Whether a call may draft; a half-open breaker admits one at a time."""
@@ -61,10 +61,10 @@ class Breaker:
         with self._lock:
             was_tried, self._is_tried = self._is_tried, False
             if fault is not None:
-                if self.reason is not None:
+                if was_tried:  # not for calls that were under way when another one failed
                     self.cool_down_s = min(2 * self.cool_down_s, self.MAX_COOL_DOWN_S)
                 self.reason = fault
-                self._closes_at = self._clock() + self.cool_down_s
+                self._rests_until = self._clock() + self.cool_down_s
             elif was_tried and drafted:
                 self.reason, self.cool_down_s = None, self.COOL_DOWN_S
 

@@ -10,6 +10,8 @@ import assistgen
 from assistgen import Speculator, compat
 from assistgen.acceptance import Verdict, residual, verify_block
 from assistgen.drafters.base import Draft
+from assistgen.drafters.draft_model import DraftModelDrafter
+from assistgen.target import costs_of
 
 from .tiny import FAMILIES, build, pad_left, prompt
 
@@ -394,6 +396,35 @@ def test_no_drawn_token_is_left_out_for_what_it_is(what, rule):
     keep = expected > 0
     statistic = float(((pooled[:, keep] - expected[keep]) ** 2 / expected[keep]).sum())
     assert statistic < chi2.ppf(1 - 1e-5, df=int(keep.sum()) - 1)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_drafting_without_looking(family, rows, sampled, monkeypatch):
+    """The loop of devices where a look at a token makes the host wait, run here; forwards of two tokens seem cheaper than of one."""
+    model = build(family)
+    for _ in range(5):
+        for width, seconds in ((1, 9.0), (2, 5.0), (4, 6.0)):
+            costs_of(model).record(rows, width, seconds)
+    init = DraftModelDrafter.__init__
+
+    def blind(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self._looks = False
+
+    monkeypatch.setattr(DraftModelDrafter, "__init__", blind)
+    inputs = pad_left([prompt(14 + 3 * row, seed=row) for row in range(rows)])
+    kwargs = {"max_new_tokens": 24, "do_sample": sampled, "return_dict_in_generate": True}
+    speculation = {"method": "draft_model", "model": model, "depth": "constant", "num_speculative_tokens": 4}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **kwargs)
+    torch.manual_seed(3)
+    output = assistgen.generate(model, **inputs, **kwargs, speculation=speculation)
+    if rows == 1 or not sampled:
+        assert torch.equal(output.sequences, plain.sequences)
+    assert not output.speculation.fallbacks
+    assert output.speculation.num_accepted_tokens > (1 if sampled else 15) * rows
 
 
 @pytest.mark.parametrize("rows", [1, 2])

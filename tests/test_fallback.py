@@ -163,6 +163,14 @@ def test_half_open_admits_one_call_at_a_time():
     assert breaker.admits()
 
 
+def test_calls_that_fail_together_open_the_breaker_once():
+    breaker = Breaker(clock=lambda: 0.0)
+    assert all(breaker.admits() for _ in range(5))
+    for _ in range(5):
+        breaker.report("fault", drafted=True)
+    assert breaker.cool_down_s == Breaker.COOL_DOWN_S
+
+
 def test_keyboard_interrupt_passes():
     class Interrupted(FaultyDrafter):
         def propose(self, rows, max_tokens, plan):

@@ -241,6 +241,19 @@ def test_store_bounds_are_filled():
         assert big.num_tokens >= min(600, (number + 1) * 100)
 
 
+def test_store_that_is_cleared_under_a_cursor():
+    store = SuffixStore()
+    cursor = store.cursor()
+    assert cursor.propose(4).tokens == []
+    store.add([1, 2, 3, 4])
+    cursor.advance([1, 2])
+    assert cursor.propose(4).tokens == [3, 4]
+    store.clear()
+    assert cursor.propose(4).tokens == []
+    store.add([2, 9])
+    assert cursor.propose(4).tokens == [9]
+
+
 def test_store_file(tmp_path):
     store = SuffixStore(max_tokens=500, max_requests=10, max_depth=6)
     for start in range(20):

@@ -117,5 +117,5 @@ class Plan(Protocol):
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""
 
-    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
-        """Whether a draft in hand promises at least as much as drafting up to `limit` tokens with `source`."""
+    def prefers(self, draft: Draft, source: str) -> bool:
+        """Whether a draft in hand promises at least as much as a round with `source`."""

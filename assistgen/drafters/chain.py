@@ -36,7 +36,7 @@ class ChainDrafter(Drafter):
         for drafter, limit in zip(self._drafters, self._limits, strict=True):
             # A free drafter fills the gaps; one that costs time also competes with what there is.
             rooms = [
-                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name, min(room, limit))) else min(room, limit)
+                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name)) else min(room, limit)
                 for draft, room in zip(best, max_tokens, strict=True)
             ]
             if max(rooms, default=0) > 0:

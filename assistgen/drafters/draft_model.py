@@ -1,7 +1,8 @@
 """A smaller model as drafter: its own loop over its own forwards, with a cache that is kept from round to round and call to call.
 
-No nested `generate()` and no configuration work in a round: catch up with what was committed (one forward), then one forward for each
-further token. Tokens stay on the draft model's device until the draft is complete, so a round waits for it once.
+No nested `generate()` and no configuration work in a round: one forward takes in what was committed and gives the first token, another
+one each further token. On a CPU each token is looked at, so that a draft ends in time and guesses of its next tokens can ride along;
+elsewhere the tokens stay on the device until the draft is complete, and a round waits for it once.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class DraftModelDrafter(Drafter):
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
         self._drafted: dict[int, list[int]] = {}
+        self._looks = model.device.type == "cpu"  # elsewhere each look at a token would make the host wait
         self._is_whole = True  # no forward was broken off, which would leave the cache's layers at different lengths
 
     def begin(self, rows: Sequence[list[int]]) -> None:
@@ -147,7 +149,7 @@ class DraftModelDrafter(Drafter):
             self._start()
         start = perf_counter()
         assert self._runner is not None
-        if self.model.device.type == "cpu":
+        if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)
             drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
         else:
@@ -263,6 +265,7 @@ class DraftModelDrafter(Drafter):
         index = torch.tensor(rows, device=logits.device)
         for row in rows:
             self._held[row] = len(self._texts[row])
+        runner.roll_back([held + padding for held, padding in zip(self._held, self._padding, strict=True)])  # without filling
         steps = []
         for step in range(max(rooms)):
             steps.append(self._choose(logits))
@@ -312,7 +315,7 @@ class DraftModelDrafter(Drafter):
             width = self._guesses.width(len(rows), 0, 1, self._costs)
         before = perf_counter()
         logits = self._feed(rows, held, fed, width, width - (len(fed[0]) - len(guesses[0]) - 1))
-        if logits.device.type == "cpu":
+        if self._looks:
             self._costs.record(len(rows), width, perf_counter() - before)
         if isinstance(runner, OneRow):
             return logits[:, : longest + 1]

@@ -114,8 +114,8 @@ class SuffixStore:
         Args:
             vocabulary (`Vocabulary`, *optional*): what the ids mean. The first one decides for the store.
         """
-        self.check(vocabulary)
         with self._lock:
+            self.check(vocabulary)
             if vocabulary is not None and (self._vocabulary is None or self._vocabulary.fingerprint is None):
                 self._vocabulary = vocabulary
             tokens = list(tokens)[-self.max_tokens :]
@@ -242,7 +242,7 @@ class StoreCursor:
             self._behind = []
             if len(self._blocks) != len(store._blocks) or (self._blocks and self._blocks[0] is not store._blocks[-1]):
                 self._blocks = list(reversed(store._blocks))
-                self._cursor = Cursor([block.index for block in self._blocks], is_own=False)
+                self._cursor = Cursor([block.index for block in self._blocks], is_own=False) if self._blocks else None
                 behind = self._tail
             if self._cursor is None:
                 return Proposal()
