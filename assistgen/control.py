@@ -48,6 +48,11 @@ class ForwardCosts:
         shape.typical = sorted(shape.samples)[len(shape.samples) // 2]
         shape.last = self._forwards
 
+    def plain(self, rows: int) -> float | None:
+        """Typical seconds of a plain step; `None` as long as none was measured."""
+        shape = self._shapes.get(rows, {}).get(1)
+        return shape.typical if shape is not None and shape.samples else None
+
     def curve(self, rows: int, max_width: int) -> list[float] | None:
         """
         Returns:
@@ -57,20 +62,17 @@ class ForwardCosts:
         if not known or known[0][0] != 1:
             return None
         plain = known[0][1].typical
-        costs = [plain]
-        for at, (_, shape) in enumerate(known[1:], start=1):
+        curve = [plain]
+        for at, (width, shape) in enumerate(known[1:], start=1):
+            if len(curve) >= max_width:
+                break
             # A fresh measurement leans on its neighbours. One that is long out of date leans on hope, and is made again.
             age = (self._forwards - shape.last) / self.HALF_LIFE
             lean = plain if age > self.OUT_OF_DATE else self._between(known, at)
             weight = len(shape.samples) * 0.5**age if age > self.OUT_OF_DATE else len(shape.samples)
-            costs.append((weight * shape.typical + 0.5 * lean) / (weight + 0.5))
-        curve: list[float] = []
-        for (width, _), cost in zip(known, costs, strict=True):
-            before, reached = (curve[-1], len(curve)) if curve else (cost, 0)
-            gap = width - reached
+            cost = (weight * shape.typical + 0.5 * lean) / (weight + 0.5)
+            before, gap = curve[-1], width - len(curve)
             curve += [before + (cost - before) * step / gap for step in range(1, gap + 1)]
-            if width >= max_width:
-                break
         curve += [curve[-1]] * (max_width - len(curve))
         return curve[:max_width]
 
@@ -348,11 +350,11 @@ class DepthController:
                 if draft.tokens and self.strategy == "heuristic":
                     depth = self._heuristic_depth(draft.source)
                     self._heuristic[draft.source] = depth + 2 if right == len(draft.tokens) else max(1, depth - 1)
-            curve = plan.costs.curve(plan.rows, 1)
-            if curve is None or self.strategy != "adaptive":
+            plain = plan.costs.plain(plan.rows)
+            if plain is None or self.strategy != "adaptive":
                 return
             tokens = 1.0 + sum(accepted) / len(drafts)
-            time = (seconds + sum(plan.drafting.values())) / curve[0]
+            time = (seconds + sum(plan.drafting.values())) / plain
             self._pace = [self._pace[0] * self.PACE_DECAY + tokens, self._pace[1] * self.PACE_DECAY + time]
             for source in plan.drafting:
                 self._known(source).end_round(tokens, time)

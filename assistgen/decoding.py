@@ -130,8 +130,9 @@ class Decoding:
             self._begin_drafting()  # never before the first token is out
 
             while running := self._running():
-                proposals = self._draft(running)
-                drafts, width = self._choose_depth(running, proposals)
+                rooms = self._rooms(running)
+                proposals = self._draft(running, rooms)
+                drafts, width = self._choose_depth(proposals, min(rooms))
                 outputs = self._verify(running, drafts, width)
                 try:
                     self._accept(running, drafts, outputs, width)
@@ -182,11 +183,10 @@ class Decoding:
             self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
             self.stats.draft_s += perf_counter() - before
 
-    def _draft(self, running: list[Row]) -> list[Draft]:
+    def _draft(self, running: list[Row], rooms: list[int]) -> list[Draft]:
         if self.drafter is None:
             return [NOTHING] * len(running)
         before = perf_counter()
-        rooms = self._rooms(running)
         self._plan = self.controller.plan(len(running), self.costs)
         proposals = [NOTHING] * len(running)
         if max(rooms) > 0:
@@ -218,14 +218,14 @@ class Decoding:
             room = min(room, self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens))
         return draft.cut(room)
 
-    def _choose_depth(self, running: list[Row], proposals: list[Draft]) -> tuple[list[Draft], int]:
-        """The drafts as far as they are to be verified, and the width of the forward that does it."""
+    def _choose_depth(self, proposals: list[Draft], room: int) -> tuple[list[Draft], int]:
+        """The drafts as far as they are to be verified, and the width of the forward that does it; every row has room for `room`."""
         if self.drafter is None or self.drafter.constant_depth:
             return proposals, max(len(draft.tokens) for draft in proposals) + 1
         # A token that was drawn has to be judged. Left out because of what it is, it would shift the distribution.
         drawn = max(len(draft.tokens) if draft.probs is not None else 0 for draft in proposals)
         depth = max(drawn, self.controller.trim(proposals, self.costs))
-        width = self.controller.width(len(running), depth, min(self._rooms(running)), self.costs)
+        width = self.controller.width(len(proposals), depth, room, self.costs)
         return [draft.cut(depth) for draft in proposals], width
 
     # 3. verify

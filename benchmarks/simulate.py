@@ -40,6 +40,18 @@ class Step:
 
 
 @dataclass
+class Round:
+    """What came of a step: tokens drafted, verified, accepted; the forward's width; what it and the draft took, in milliseconds."""
+
+    drafted: int
+    verified: int
+    accepted: int
+    width: int
+    forward_ms: float
+    draft_ms: float
+
+
+@dataclass
 class Stream:
     """
     Attributes:
@@ -60,21 +72,21 @@ def cost(curve: dict[int, float], width: int) -> float:
 
 
 class Policy:
-    """Chooses depths; the base class decodes plainly. `looks`: a draft that costs time can be ended on its evidence."""
+    """Chooses depths; the base class decodes plainly."""
 
     def begin(self, limit: int) -> int:
         """The most tokens to draft in this round."""
         return 0
 
     def goes_on(self, evidence: int) -> bool:
-        """After a token with this evidence, another one is drafted."""
+        """Whether another token is drafted after one with this evidence, where drafting costs time."""
         return True
 
     def depth(self, step: Step, drafted: int) -> tuple[int, int]:
         """How many of the drafted tokens are verified, in a forward of what width."""
         return drafted, drafted + 1
 
-    def observe(self, at: int, step: Step, drafted: int, verified: int, accepted: int, forward_ms: float, draft_ms: float) -> None:
+    def observe(self, at: int, step: Step, round_: Round) -> None:
         pass
 
 
@@ -94,9 +106,9 @@ class Heuristic(Policy):
     def begin(self, limit: int) -> int:
         return min(self.k, limit)
 
-    def observe(self, at: int, step: Step, drafted: int, verified: int, accepted: int, forward_ms: float, draft_ms: float) -> None:
-        if drafted:
-            self.k = self.k + 2 if accepted == drafted else max(1, self.k - 1)
+    def observe(self, at: int, step: Step, round_: Round) -> None:
+        if round_.drafted:
+            self.k = self.k + 2 if round_.accepted == round_.drafted else max(1, self.k - 1)
 
 
 class Confidence(Policy):
@@ -124,8 +136,8 @@ class Tiers(Policy):
     def begin(self, limit: int) -> int:
         return min(self.tiers[self.tier], limit)
 
-    def observe(self, at: int, step: Step, drafted: int, verified: int, accepted: int, forward_ms: float, draft_ms: float) -> None:
-        self.average += 0.2 * (accepted - self.average)
+    def observe(self, at: int, step: Step, round_: Round) -> None:
+        self.average += 0.2 * (round_.accepted - self.average)
         self.rounds += 1
         if self.rounds > 10 and self.rounds % 5 == 0:
             if self.tier > 0 and self.average <= self.tiers[self.tier - 1] - 0.5 - 0.25:
@@ -164,23 +176,18 @@ class Adaptive(Policy):
         k = self.controller.trim([self._draft(0, step, drafted)], self.costs)
         return k, self.controller.width(1, k, self._limit, self.costs)
 
-    def observe(self, at: int, step: Step, drafted: int, verified: int, accepted: int, forward_ms: float, draft_ms: float) -> None:
-        width = self._width
-        self.costs.record(1, width, forward_ms / 1e3)
-        draft = self._draft(at, step, drafted)
-        if self.is_free:
-            if drafted:
-                self._shadows.append(ShadowedDraft(draft))
-        else:
-            if drafted:
-                self._plan.spent(self.source, drafted, draft_ms / 1e3)
-            for position in range(min(accepted + 1, verified)):
+    def observe(self, at: int, step: Step, round_: Round) -> None:
+        self.costs.record(1, round_.width, round_.forward_ms / 1e3)
+        draft, accepted = self._draft(at, step, round_.drafted), round_.accepted
+        if draft.tokens and self.is_free:
+            self._shadows.append(ShadowedDraft(draft))
+        elif draft.tokens:
+            self._plan.spent(self.source, round_.drafted, round_.draft_ms / 1e3)
+            for position in range(min(accepted + 1, round_.verified)):
                 self.controller.observe(draft, position, position < accepted)
         committed = list(range(at, at + accepted + 1))
         self._shadows = [shadow for shadow in self._shadows if shadow.follow(committed, self.controller)]
-        self.controller.end_round(self._plan, [draft.cut(verified)], [accepted], forward_ms / 1e3)
-
-    _width = 1
+        self.controller.end_round(self._plan, [draft.cut(round_.verified)], [accepted], round_.forward_ms / 1e3)
 
 
 def run(policy: Policy, stream: Stream, curve: dict[int, float], noise: float = 0.0, seed: int = 0, first: int = 0) -> float:
@@ -205,9 +212,7 @@ def run(policy: Policy, stream: Stream, curve: dict[int, float], noise: float = 
         accepted = min(step.right, verified)
         draft_ms = drafted * stream.draft_ms
         forward_ms = cost(curve, width) * rng.uniform(1 - noise, 1 + noise)
-        if isinstance(policy, Adaptive):
-            policy._width = width
-        policy.observe(at, step, drafted, verified, accepted, forward_ms, draft_ms)
+        policy.observe(at, step, Round(drafted, verified, accepted, width, forward_ms, draft_ms))
         spent += draft_ms + forward_ms
         at += accepted + 1
         if reached is None and at >= first:

@@ -34,7 +34,8 @@ class Draft:
         evidence (`tuple[int, ...]`): for each token a class of the chance that the drafter gives it (`evidence_of`). The controller
             starts from that chance and learns the class's true acceptance rate. The last one stands for all further tokens.
         probs (*optional*): the distributions that the tokens were drawn from, `(len(tokens), target vocabulary)`; `None` for a
-            deterministic draft, which is compared with the target's own choice.
+            deterministic draft, which is compared with the target's own choice. All tokens drawn must be here: whether another one is
+            drawn may depend on those before it, and none may be left out for what it is.
         is_free (`bool`): guessing cost next to nothing, so the controller also learns from guesses that weren't verified.
     """
 

@@ -98,7 +98,8 @@ class NGramCandidateGenerator(_OneRowGenerator):
 
 class SuffixCandidateGenerator(_OneRowGenerator):
     """
-    Suffix decoding for transformers' own assisted decoding, one row.
+    Suffix decoding for transformers' own assisted decoding, one row. That loop doesn't say when a text is over, so a `store` is searched
+    and gets a text when the next one begins.
 
     Args:
         num_speculative_tokens (`int`, defaults to 16): the most tokens drafted in a round.
@@ -135,7 +136,7 @@ class DraftModelCandidateGenerator(_OneRowGenerator):
         model (`PreTrainedModel`): the draft model, with the target's tokenizer.
         vocab_size (`int`): the target's.
         num_speculative_tokens (`int`, defaults to 8): the most tokens drafted in a round.
-        draft_confidence_threshold (`float`, defaults to 0.4): a draft ends before a token that the draft model gives a lower probability.
+        draft_confidence_threshold (`float`, defaults to 0.4): a draft ends where the draft model's likeliest token is less likely.
         generation_config (`GenerationConfig`, *optional*): of the target's call, to draw drafts from the distribution that it describes;
             `None` drafts the likeliest tokens.
         max_length (`int`, *optional*): the sequence's final length, prompt included; drafts leave room for the target's own token.
