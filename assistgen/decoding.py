@@ -43,8 +43,10 @@ class Row:
     """Where each output token came from: `"target"` or the drafter's name."""
     fresh: list[int] = field(default_factory=list)
     """Output tokens of the present round."""
+    draft: Draft = field(default_factory=lambda: NOTHING)
+    """What was verified in the present round."""
     accepted: int = 0
-    """How many of them came from the draft."""
+    """How many of its tokens were accepted."""
     done: bool = False
     shadows: list[ShadowedDraft] = field(default_factory=list)
 
@@ -252,11 +254,12 @@ class Decoding:
         """Walks each row's draft in order: every processor and criterion sees each committed prefix once, and no other."""
         prefill = not self.rows[0].output
         for row in self.rows:
-            row.fresh, row.accepted = [], 0
+            row.fresh, row.draft, row.accepted = [], NOTHING, 0
         logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
         choices = logits.argmax(-1).tolist() if self._vectorised else None
         recorder = self.recorder
         for slot, (row, draft) in enumerate(zip(running, drafts, strict=True)):
+            row.draft = draft
             judge = Verdict(draft, self._do_sample)
             block = self._process_block(row, draft, logits[slot]) if judge.can_judge_block and self.judges_blocks else None
             if block is not None:

@@ -18,11 +18,15 @@ class Chunk:
         text (`str`): new text; may lag behind the ids while a character is incomplete.
         token_ids (`list[int]`): all ids of the round.
         sources (`list[str]`): for each id `"target"`, or the name of the drafter whose guess was accepted.
+        draft_ids (`list[int]`): the guess that was verified in this round, rejected tokens included; empty in a plain step.
+        drafter (`str`, *optional*): whose guess it was; `None` in a plain step.
     """
 
     text: str
     token_ids: list[int]
     sources: list[str]
+    draft_ids: list[int]
+    drafter: str | None
 
 
 class IncrementalText:
@@ -97,7 +101,8 @@ class SpeculationStream:
         ids, sources = row.output[self._given :], row.sources[self._given :]
         self._given = len(row.output)
         text = self._text.push(ids)
-        return Chunk(text + self._text.end() if row.done else text, ids, sources)
+        draft = row.draft
+        return Chunk(text + self._text.end() if row.done else text, ids, sources, draft.tokens, draft.source if draft.tokens else None)
 
     def close(self) -> None:
         """Ends generation; what was committed so far is in `output`."""

@@ -62,9 +62,11 @@ def test_closing_a_stream_ends_generation_within_a_round(speaker, tokenizer):  #
     forwards = []
     handle = model.register_forward_pre_hook(lambda *a: forwards.append(1))
     chunks = assistgen.stream(model, tokenizer, ids, speculation=OracleGenerator(truth, 4), **KW)
-    next(chunks)
+    first = next(chunks)
+    assert (first.draft_ids, first.drafter) == ([], None)
     chunk = next(chunks)
     assert chunk.sources == ["OracleGenerator"] * 4 + ["target"]
+    assert (chunk.draft_ids, chunk.drafter) == (chunk.token_ids[:4], "OracleGenerator")
     done = len(forwards)
     chunks.close()
     handle.remove()
@@ -79,6 +81,15 @@ def test_closing_a_stream_ends_generation_within_a_round(speaker, tokenizer):  #
     with assistgen.stream(model, tokenizer, ids, speculation="ngram", **KW) as chunks:
         pass
     assert torch.equal(chunks.output.sequences, ids)
+
+
+def test_a_chunk_tells_what_was_rejected(speaker, tokenizer):  # noqa: F811
+    model, ids, truth = speaker
+    generator = OracleGenerator(truth, 4, right=lambda position: position != 15)
+    chunks = list(assistgen.stream(model, tokenizer, ids, speculation=generator, **KW))
+    assert chunks[1].draft_ids[:2] == chunks[1].token_ids[:2] and len(chunks[1].draft_ids) == 4
+    assert chunks[1].sources == ["OracleGenerator"] * 2 + ["target"]
+    assert chunks[1].draft_ids[2] != chunks[1].token_ids[2] == int(truth[0, 15])
 
 
 def test_gradients_stay_as_they_were_while_a_stream_is_open(speaker, tokenizer):  # noqa: F811
