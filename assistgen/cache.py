@@ -1,4 +1,4 @@
-"""A cache whose rows advance on their own: the layout that lets a batch speculate.
+"""What caches need to go back: a layout whose rows advance on their own, which lets a batch speculate, and copies of recurrent states.
 
 Every row has the same slots (column of the padded sequence), and a row's tokens are written at that row's own next slots. Rolling a
 row back is therefore only a smaller length; the rejected tokens are overwritten by the next round. Since slots of a row are
@@ -18,6 +18,34 @@ from . import compat
 FULL, SLIDING = "full_attention", "sliding_attention"
 GROWTH = 256
 """Slots by which a full-attention buffer grows."""
+
+
+class RecurrentStates:
+    """The states of a cache's recurrent layers, put aside before a forward that may have to be taken back."""
+
+    def __init__(self, cache: Any):
+        layers = compat.self_attention_layers(cache) if isinstance(cache, Cache) else []
+        self._layers = [layer for layer in layers if compat.is_recurrent(layer)]
+        self._saved: list[torch.Tensor] = []
+        self._length = -1
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def _states(self) -> list[torch.Tensor]:
+        kept = (states.values() for layer in self._layers for states in (layer.conv_states, layer.recurrent_states))
+        return [state for states in kept for state in states if state is not None]
+
+    def put_aside(self, length: int) -> None:
+        """The states are those after `length` ids."""
+        if self._layers and length != self._length:
+            self._saved, self._length = [state.clone() for state in self._states()], length
+
+    def put_back(self) -> int:
+        """As they were when they were put aside; returns after how many ids that was."""
+        for state, saved in zip(self._states(), self._saved, strict=True):
+            state.copy_(saved)
+        return self._length
 
 
 class RowLayer(CacheLayerMixin):

@@ -17,11 +17,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from . import compat
 from .control import DepthController
 from .decoding import Decoding, Row
+from .inputs import Inputs, rows_of
 from .recording import Recorder
 from .rows import row_criteria, row_processors, why_not_row_by_row
 from .speculator import Speculator
 from .stats import RowStats, SpeculationStats
-from .target import ManyRows, OneRow, Target, costs_of
+from .target import RowsApart, RowsInStep, Target, costs_of
 from .tokens import TokenBuffer
 
 
@@ -34,6 +35,7 @@ class Call:
         cache: the cache that the user handed in.
         streamer (`BaseStreamer`, *optional*): the user's.
         tokenizer (*optional*): the model's, if the call has it.
+        given (`dict`): the arguments of the user's call.
         run (*optional*): gets the prepared `Decoding` and what is to be done with its output, and makes the result; by default the
             `Decoding` is run to its end.
         start (`float`): `perf_counter()` at the call.
@@ -46,6 +48,7 @@ class Call:
     cache: Any
     streamer: Any
     tokenizer: Any
+    given: dict[str, Any]
     run: Callable[[Decoding, Callable[[Any], Any]], Any] | None
     start: float
 
@@ -69,42 +72,39 @@ class Call:
             self.streamer.put(input_ids.cpu())
 
         stats = SpeculationStats()
-        tokens = TokenBuffer(input_ids)
-        target: Target
-        if num_rows == 1:
-            reason = compat.why_no_roll_back(model_kwargs.get(compat.CACHE))
-            target = OneRow(model, tokens, generation_config, model_kwargs)
-            processors = [logits_processor]
-        else:
-            reason = ManyRows.why_not(model, generation_config, model_kwargs) or why_not_row_by_row(
+        tokens = TokenBuffer(input_ids, int(pad) if (pad := generation_config._pad_token_tensor) is not None else 0)
+        reason = compat.why_no_roll_back(model_kwargs.get(compat.CACHE), model)
+        processors = [logits_processor]
+        if num_rows > 1:
+            apart = RowsApart.why_not(model, generation_config, model_kwargs) is None
+            reason = (reason if not apart else None) or why_not_row_by_row(
                 self.processors, self.criteria, generation_config, inputs_tensor, num_rows
             )
             if reason is not None:
                 stats.count_fallback(reason)
                 return self._plainly(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats)
-            target = ManyRows(
-                model,
-                tokens,
-                generation_config,
-                model_kwargs,
-                returns_cache=generation_config.return_dict_in_generate or self.cache is not None,
-                rows_come_back=not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria),
-                max_slots=generation_config.max_length,
-            )
             processors = row_processors(
                 model, generation_config, input_ids, inputs_tensor, self.processors, self.prefix_allowed_tokens_fn, model_kwargs
             )
-        if reason is not None:
+        elif reason is not None:
             stats.count_fallback(reason)
             speculator = None
+        kind: Any = RowsApart if num_rows > 1 and apart else RowsInStep
+        target: Target = kind(
+            model,
+            tokens,
+            generation_config,
+            model_kwargs,
+            returns_cache=generation_config.return_dict_in_generate or self.cache is not None,
+            rows_come_back=not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria),
+        )
         config = model.config.get_text_config(decoder=True)
+        inputs = self._inputs(model, input_ids, inputs_tensor, model_kwargs)
         decoding = Decoding(
             target=target,
             tokens=tokens,
             rows=[Row(number, processors[number], row_criteria(stopping_criteria)) for number in range(num_rows)],
-            drafter=speculator.drafter(model, generation_config, input_ids.device, stats, self.tokenizer)
-            if speculator is not None
-            else None,
+            drafter=speculator.drafter(model, generation_config, inputs, stats, self.tokenizer) if speculator is not None else None,
             max_draft_tokens=speculator.max_draft_tokens if speculator is not None else lambda rows: 0,
             judges_blocks=speculator is not None and speculator.uses_blocks,
             # Processes that decode the same text must not follow their own clocks.
@@ -114,8 +114,8 @@ class Call:
             stopping_criteria=stopping_criteria,
             recorder=Recorder(generation_config, model_kwargs, num_rows, model.config.is_encoder_decoder),
             streamer=self.streamer,
-            position_limit=getattr(config, "max_position_embeddings", None),
-            prompt_tokens=lambda: _prompts(input_ids, model_kwargs.get("attention_mask")),
+            position_limit=getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None),
+            prompt_tokens=inputs.prompts,
             stats=stats,
             start=self.start,
         )
@@ -135,6 +135,21 @@ class Call:
             if self.streamer is not None:
                 self.streamer.end()
             raise
+
+    def _inputs(self, model: Any, input_ids: torch.Tensor, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any]) -> Inputs:
+        source = None
+        if model.config.is_encoder_decoder and inputs_tensor is not None:
+            source = inputs_tensor.repeat_interleave(input_ids.shape[0] // inputs_tensor.shape[0], dim=0)
+        lookup_ids = self.speculator.lookup_ids if self.speculator is not None else None
+        return Inputs(
+            target=model,
+            prompt=input_ids,
+            attention_mask=model_kwargs.get("attention_mask"),
+            source=source,
+            encoder_outputs=model_kwargs.get("encoder_outputs"),
+            given=self.given,
+            lookup_ids=rows_of(lookup_ids, input_ids.shape[0]) if lookup_ids is not None else None,
+        )
 
     def _finish(self, output: Any, stats: SpeculationStats) -> Any:
         if self.speculator is not None:
@@ -177,14 +192,6 @@ def attach(output: Any, stats: SpeculationStats) -> Any:
     if output is not None and not isinstance(output, torch.Tensor):
         output.speculation = stats
     return output
-
-
-def _prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
-    """The rows' prompts without padding."""
-    rows = input_ids.tolist()
-    if attention_mask is None or attention_mask.shape != input_ids.shape:
-        return rows
-    return [[token for token, real in zip(row, mask, strict=True) if real] for row, mask in zip(rows, attention_mask.tolist(), strict=True)]
 
 
 class _StepWatch:

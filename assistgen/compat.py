@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -24,14 +25,23 @@ CACHE: str = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields_
 CACHE_NAMES = ("cache", "past_key_values")
 
 
+CONTINUE_A_STATE = frozenset({"qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2"})
+"""Model types whose forward over several tokens goes on from the recurrent state in the cache. Mamba's, for one, starts anew."""
+
+WITHOUT_STATE = frozenset({"lfm2"})
+"""Model types whose linear layers keep nothing but the inputs of a convolution, which can be cropped."""
+
+
 def self_attention_layers(cache: Any) -> list[Any]:
     """The layers that grow with the generated tokens."""
     return list((cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers)
 
 
-def why_no_roll_back(cache: Any) -> str | None:
+def why_no_roll_back(cache: Any, model: Any = None) -> str | None:
     """
     Why a cache can't go back to an earlier length, or `None` if it can. Reliable before the first forward.
+
+    Layers with a recurrent state go back to a copy of it, which takes a `model` that goes on from it with several tokens.
 
     A static sliding-window layer forgets what it overwrote once it is past its window; `crop` would give wrong logits without a word.
     """
@@ -42,7 +52,7 @@ def why_no_roll_back(cache: Any) -> str | None:
     if getattr(cache, "offloading", False):
         return "an offloaded cache can't be rolled back"
     if isinstance(cache, EncoderDecoderCache):
-        return why_no_roll_back(cache.self_attention_cache)
+        return why_no_roll_back(cache.self_attention_cache, model)
     if not cache.layers and type(cache) is not DynamicCache:
         return f"a cache of type {type(cache).__name__} can't be rolled back"
     for layer in cache.layers:
@@ -53,19 +63,27 @@ def why_no_roll_back(cache: Any) -> str | None:
             if getattr(layer, "_is_croppable", False):
                 continue
             return "a static sliding-window cache can't be rolled back past its window"
+        if type(layer) is LinearAttentionLayer and model is not None:
+            model_type = model.config.get_text_config(decoder=True).model_type
+            if model_type in CONTINUE_A_STATE | WITHOUT_STATE:
+                continue
+            return f"{model_type} doesn't go on from a recurrent state with several tokens"
         return f"a cache layer of type {type(layer).__name__} can't be rolled back"
     return None
 
 
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache layer keeps a recurrent state, which can't be cropped. Reliable after the first forward."""
+    return isinstance(layer, LinearAttentionLayer) and any(layer.is_recurrent_states_initialized.values())
+
+
 def crop(cache: Any, tokens_to_remove: int) -> None:
     """
-    Takes the last `tokens_to_remove` ≥ 0 tokens out of a cache. To be called also with 0: a sliding-window layer that records its past
-    shrinks back to its window only then.
+    Takes the last `tokens_to_remove` ≥ 0 tokens out of a cache, recurrent states excepted. To be called also with 0: a sliding-window
+    layer that records its past shrinks back to its window only then.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    for layer in cache.layers:
-        if not layer.is_initialized:
+    for layer in self_attention_layers(cache):
+        if is_recurrent(layer) or not getattr(layer, "is_initialized", True):
             continue
         if isinstance(layer, StaticLayer) and not hasattr(StaticLayer, "crop"):  # before 5.24
             layer.cumulative_length.sub_(tokens_to_remove)
@@ -76,7 +94,7 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
 @contextmanager
 def recording_past(cache: Any) -> Iterator[None]:
     """Sliding-window layers keep what slides out of the window until `crop`; switched back afterwards, on a user's cache too."""
-    layers = [layer for layer in self_attention_layers(cache) if hasattr(layer, "record_past")]
+    layers = [layer for layer in self_attention_layers(cache) if hasattr(layer, "record_past") and not is_recurrent(layer)]
     before = [layer.record_past for layer in layers]
     for layer in layers:
         layer.record_past = True
@@ -115,6 +133,18 @@ def load_window(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: in
     layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = length
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """What some vision-language models keep of their last prompt is put back."""
+    keepers = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    before = [module.rope_deltas for module in keepers]
+    try:
+        yield
+    finally:
+        for module, rope_deltas in zip(keepers, before, strict=True):
+            module.rope_deltas = rope_deltas
 
 
 def ranks_in_step(model: Any) -> bool:

@@ -23,7 +23,6 @@ AVAILABLE = ("auto", "ngram", "suffix", "draft_model")
 
 NOT_YET = {
     "use_heterogeneous_vocab": "drafts with a foreign tokenizer",
-    "lookup_ids": "inputs_embeds prompts",
     "compile": "the compiled path",
 }
 """Reserved keys, and the feature that each waits for."""
@@ -86,6 +85,8 @@ class SpeculationConfig:
         suffix_decoding_max_cached_requests (`int`, *optional*): a store for so many earlier outputs, in the `Speculator`, in place of
             `store`. 0 and `None`: none.
         store (`SuffixStore`, *optional*): earlier texts that suffix decoding searches, and that this call's outputs are added to.
+        lookup_ids (`list[int]`, `list[list[int]]` or `torch.LongTensor`, *optional*): a text, or one for each row, that the output is
+            likely to repeat: searched like the prompt. Where the prompt comes as `inputs_embeds`, its ids, for every drafter.
         depth (`str`, defaults to `"adaptive"`): `"adaptive"` verifies as many drafted tokens as are expected to pay, none included;
             `"constant"` verifies every drafted token; `"heuristic"` two more after a draft that was accepted whole, one less after
             another (transformers' rule); `"confidence"` those that the drafter gives at least `draft_confidence_threshold`, or 0.4.
@@ -113,6 +114,7 @@ class SpeculationConfig:
     suffix_decoding_min_token_prob: float | None = None
     suffix_decoding_max_cached_requests: int | None = None
     store: Any = None
+    lookup_ids: Any = None
     depth: str = "adaptive"
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
@@ -151,6 +153,7 @@ class SpeculationConfig:
         if self.suffix_decoding_max_cached_requests != 0:
             _check_count("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests)
         self._check_store(method)
+        self._check_lookup_ids()
         if self.drafters is not None:
             self._check_chain()
         elif method == "draft_model" and self.model is None:
@@ -167,6 +170,17 @@ class SpeculationConfig:
             raise ValueError("`store` goes with `method='suffix'` or `'auto'` (in a chain, into suffix's own entry of `drafters`).")
         if self.suffix_decoding_max_cached_requests:
             raise ValueError("`suffix_decoding_max_cached_requests` is for a store of the `Speculator`'s own. `store` has its own bounds.")
+
+    def _check_lookup_ids(self) -> None:
+        ids = self.lookup_ids
+        if ids is None:
+            return
+        ids = ids.tolist() if callable(getattr(ids, "tolist", None)) else ids
+        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
+            raise TypeError(f"`lookup_ids` must be ids, or a list of them for each row, got {type(ids).__name__}.")
+        texts = ids if ids and not isinstance(ids[0], int) else [ids]
+        if not all(isinstance(text, Sequence) and all(type(token) is int and token >= 0 for token in text) for text in texts):
+            raise ValueError("`lookup_ids` must hold ids, integers of at least 0, or a list of them for each row.")
 
     def _check_batch_sizes(self) -> None:
         name, entries = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size

@@ -27,6 +27,9 @@ from .tokens import TokenBuffer
 
 
 TARGET = "target"
+MAX_AHEAD = 32
+"""Tokens that a row may have which its cache doesn't hold. One that has more waits for the others."""
+
 NOTHING = Draft([], TARGET)
 
 
@@ -109,7 +112,6 @@ class Decoding:
         }
         # Plain generate() pads rows that have ended only if it knows an end-of-sequence token; otherwise they talk on.
         self._pads = any(hasattr(c, "eos_token_id") for c in stopping_criteria)
-        self._pad_token = int(generation_config._pad_token_tensor) if generation_config._pad_token_tensor is not None else 0
         self._bans = HardBans(generation_config, self._stop_tokens)
         self._start = self._last_emit = start
         self._suspended = 0.0
@@ -131,7 +133,8 @@ class Decoding:
             yield from self._suspend()
             self._begin_drafting()  # never before the first token is out
 
-            while running := self._running():
+            while active := self._active():
+                running = [row for row in active if self.target.ahead(row.number) < MAX_AHEAD or len(self.rows) == 1]
                 rooms = self._rooms(running)
                 proposals = self._draft(running, rooms)
                 drafts, width = self._choose_depth(proposals, min(rooms))
@@ -139,7 +142,7 @@ class Decoding:
                 try:
                     self._accept(running, drafts, outputs, width)
                 finally:
-                    self.target.roll_back([length - 1 for length in self.tokens.lengths])
+                    self.target.roll_back({row.number: self.tokens.lengths[row.number] - 1 for row in active})
                     self._emit()
                 del outputs
                 self._observe(running, proposals, drafts)
@@ -152,13 +155,10 @@ class Decoding:
             switched.close()
             self.finish(completed)
 
-    def _running(self) -> list[Row]:
-        """The rows that need tokens: those not done; and then, where nothing pads them, the done ones until all are equally long."""
-        running = [row for row in self.rows if not row.done]
-        if not running and not self._pads:
-            longest = max(len(row.output) for row in self.rows)
-            running = [row for row in self.rows if len(row.output) < longest]
-        return running
+    def _active(self) -> list[Row]:
+        """The rows that need tokens: those not done; and where nothing pads them, the done ones too until all are equally long."""
+        longest = max(len(row.output) for row in self.rows)
+        return [row for row in self.rows if not row.done or (not self._pads and len(row.output) < longest)]
 
     def _suspend(self) -> Iterator[None]:
         """Time in which the caller has the round's tokens isn't ours."""
@@ -179,7 +179,7 @@ class Decoding:
     # 2. draft
 
     def _begin_drafting(self) -> None:
-        if self.drafter is not None and self._running():
+        if self.drafter is not None and self._active():
             before = perf_counter()
             prompts = self.prompt_tokens()
             self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
@@ -204,6 +204,8 @@ class Decoding:
         for row in running:
             length = self.tokens.lengths[row.number]
             room = min(self._max_length - length, self.target.max_width) - 1
+            if ahead := self.target.ahead(row.number):
+                room = min(room, MAX_AHEAD - ahead - 1)
             if row.done:
                 room = max(len(other.output) for other in self.rows) - len(row.output) - 1
             position = length + self.target.cached - self.tokens.prompt_length
@@ -227,7 +229,7 @@ class Decoding:
         # A token that was drawn has to be judged. Left out because of what it is, it would shift the distribution.
         drawn = max(len(draft.tokens) if draft.probs is not None else 0 for draft in proposals)
         depth = max(drawn, self.controller.trim(proposals, self.costs))
-        width = self.controller.width(len(proposals), depth, room, self.costs)
+        width = self.controller.width(len(proposals), depth, room, self.costs) if self.target.can_fill else depth + 1
         return [draft.cut(depth) for draft in proposals], width
 
     # 3. verify
@@ -245,7 +247,7 @@ class Decoding:
             torch.cuda.synchronize(outputs.logits.device)  # the logits are read next anyway
         self._verify_seconds = perf_counter() - before
         self.stats.verify_s += self._verify_seconds
-        self.costs.record(len(running), width, self._verify_seconds)
+        self.costs.record(len(running), self.target.fed, self._verify_seconds)
         return outputs
 
     # 4. accept
@@ -278,8 +280,10 @@ class Decoding:
                         recorder.record_distribution(row.number, raw, raw if choices is not None else scores)
                     if recorder.records_states:
                         visible = self.target.cached + len(row.output)
-                        at = None if prefill else position
-                        recorder.record_states(row.number, outputs, slot, at, width, visible, self.target.cache)
+                        place, at, fed = slot, None, 1
+                        if not prefill:
+                            place, at, fed = self.target.places[slot], self.target.leads[slot] + position, self.target.fed
+                        recorder.record_states(row.number, outputs, place, at, fed, visible, self.target.cache)
                     row.accepted += matches
                     self._commit(row, token, in_place=matches)
                     if row.done or not matches:
@@ -303,6 +307,8 @@ class Decoding:
             return  # talks on only because the batch does
         stopped = len(row.criteria) > 0 and bool(row.criteria(self.tokens.prefix(row.number), self.recorder.row_scores(row.number)))
         row.done = stopped or token in self._stop_tokens or self.tokens.lengths[row.number] >= self._max_length
+        if row.done and self._pads:
+            self.tokens.end(row.number)
 
     # 6. emit
 
@@ -329,7 +335,7 @@ class Decoding:
                 if len(row.output) > self._streamed:
                     step.append(row.output[self._streamed])
                 elif row.done and self._pads:
-                    step.append(self._pad_token)
+                    step.append(self.tokens.pad_token_id)
                 else:
                     return
             self._streamed += 1
@@ -364,8 +370,6 @@ class Decoding:
     def finish(self, completed: bool = True) -> None:
         """Gives back cache and streamer, and makes the output if the call wasn't cut short by an error."""
         try:
-            if self._pads:
-                self.tokens.pad(self._pad_token)
             sequences = self.tokens.sequences()
             cache = self.target.close()
             if completed:

@@ -223,6 +223,7 @@ def _generate(
             raise ValueError("`stop_strings` needs the model's tokenizer: pass `tokenizer=`.")
         criteria.append(StopStringCriteria(tokenizer, effective.stop_strings))
         kwargs["stop_strings"] = None
+    given = {name: value for name, value in {"inputs": inputs, **kwargs}.items() if isinstance(value, torch.Tensor)}
     call = Call(
         speculator=speculator,
         processors=kwargs.get("logits_processor"),
@@ -231,6 +232,7 @@ def _generate(
         cache=next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None),
         streamer=kwargs.pop("streamer", None),
         tokenizer=tokenizer,
+        given=given,
         run=run,
         start=start,
     )
@@ -306,8 +308,8 @@ def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
 def _check_draft(model: Any, speculator: Speculator, config: Any, kwargs: dict[str, Any]) -> None:
     """What doesn't go with a draft model, before any forward pass."""
     if speculator.draft_model is not None:
-        if model.config.is_encoder_decoder:
-            raise ValueError("`method='draft_model'` is not available yet for encoder-decoder models.")
+        if kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None and speculator.lookup_ids is None:
+            raise ValueError("`inputs_embeds` says nothing to a draft model: give the prompt's ids as `lookup_ids` in `speculation`.")
         if not _same_vocabulary(kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")):
             raise ValueError(
                 "`assistant_tokenizer` differs from the target's: drafting with a foreign tokenizer is not available yet. Use a draft "

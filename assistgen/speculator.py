@@ -15,6 +15,7 @@ from .drafters.chain import ChainDrafter
 from .drafters.ngram import NGramDrafter
 from .drafters.suffix import SuffixDrafter
 from .fallback import Breaker, GuardedDrafter
+from .inputs import Inputs
 from .stats import SpeculationStats
 
 
@@ -84,6 +85,11 @@ class Speculator:
         return _draft_model_of(self.config) if self.config is not None else None
 
     @property
+    def lookup_ids(self) -> Any:
+        """The user's texts to look things up in, if there are any."""
+        return self.config.lookup_ids if self.config is not None else None
+
+    @property
     def one_row_only(self) -> bool:
         return self._generator is not None
 
@@ -91,14 +97,14 @@ class Speculator:
         """The most tokens drafted a row in a round of so many rows; `None`: the drafter's own choice."""
         return self.config.max_draft_tokens_of(rows) if self.config is not None else None
 
-    def drafter(self, target: Any, generation_config: Any, device: Any, stats: SpeculationStats, tokenizer: Any = None) -> Drafter:
+    def drafter(self, target: Any, generation_config: Any, inputs: Inputs, stats: SpeculationStats, tokenizer: Any = None) -> Drafter:
         """
         A drafter for one call.
 
         Args:
             target (`PreTrainedModel`): the model to draft for.
             generation_config (`GenerationConfig`): of the call.
-            device (`torch.device`): of the call's ids.
+            inputs (`Inputs`): of the call.
             stats (`SpeculationStats`): of the call.
             tokenizer (*optional*): the target's, if it is known.
         """
@@ -113,17 +119,20 @@ class Speculator:
         if self.config is None:
             from .drafters.candidates import CandidateGeneratorDrafter
 
-            return guarded(CandidateGeneratorDrafter(self._generator, device))
+            return guarded(CandidateGeneratorDrafter(self._generator, inputs.prompt.device))
         entries = self.config.chain
-        drafters = [self._make(entry, target, vocab_size, generation_config, device, tokenizer) for entry in entries]
+        drafters = [self._make(entry, target, vocab_size, generation_config, inputs, tokenizer) for entry in entries]
         guards = [guarded(drafter) for drafter in drafters]
         return guards[0] if len(guards) == 1 else ChainDrafter(guards, [entry.max_draft_tokens for entry in entries])
 
     def _make(
-        self, config: SpeculationConfig, target: Any, vocab_size: int, generation_config: Any, device: Any, tokenizer: Any
+        self, config: SpeculationConfig, target: Any, vocab_size: int, generation_config: Any, inputs: Inputs, tokenizer: Any
     ) -> Drafter:
         if config.method == "ngram":
-            return NGramDrafter(*config.ngram_sizes)
+            shortest, longest = config.ngram_sizes
+            if inputs.source is not None and config.prompt_lookup_min is None:
+                shortest = 1  # a text is taken up anywhere, after a word that need not be its first
+            return NGramDrafter(shortest, longest, inputs.looked_up())
         if config.method == "suffix":
             from .suffix.store import Vocabulary
 
@@ -131,6 +140,7 @@ class Speculator:
                 *config.suffix_settings,
                 config.store if config.store is not None else self._own_store(config),
                 Vocabulary.of(tokenizer) if tokenizer is not None else Vocabulary(vocab_size, None),
+                inputs.looked_up(),
             )
         from .drafters.draft_model import DraftModelDrafter, draft_warpers
 
@@ -141,10 +151,11 @@ class Speculator:
         return DraftModelDrafter(
             model,
             vocab_size,
-            device,
+            inputs.prompt.device,
             draft_warpers(generation_config, config.draft_temperature) if samples else None,
             config.confidence_threshold,
             self._draft_memory,
+            inputs,
         )
 
     def _own_store(self, config: SpeculationConfig) -> Any:

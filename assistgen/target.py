@@ -1,4 +1,4 @@
-"""The target model as the loop sees it: prefill, verify a block of tokens, roll back. One row, or rows that advance on their own."""
+"""The target model as the loop sees it: prefill, verify a block of tokens, roll back. Rows in step, or rows that advance on their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import StaticCache
 
 from . import compat
-from .cache import FULL, SLIDING, RowCache
+from .cache import FULL, SLIDING, RecurrentStates, RowCache
 from .control import ForwardCosts
 from .tokens import TokenBuffer
 
@@ -33,16 +33,31 @@ class Target(ABC):
         tokens (`TokenBuffer`): the batch.
         generation_config (`GenerationConfig`): as `generate()` prepared it.
         model_kwargs (`dict`): as `generate()` prepared them.
+        returns_cache (`bool`): the cache is the user's, before or after the call.
+        rows_come_back (`bool`): a row that is over may have to go on.
     """
 
     max_width: int = 1 << 30
     """The most tokens that a row may take in at once, or write ahead of what it will be rolled back to."""
 
-    def __init__(self, model: Any, tokens: TokenBuffer, generation_config: Any, model_kwargs: dict[str, Any]):
+    can_fill: bool = True
+    """A forward may be wider than its drafts at no other cost than its own."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: TokenBuffer,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        returns_cache: bool,
+        rows_come_back: bool,
+    ):
         self.model = model
         self.tokens = tokens
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
+        self.returns_cache = returns_cache
+        self.rows_come_back = rows_come_back
         self.cached = 0
         """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
         self.forwards = 0
@@ -87,21 +102,38 @@ class Target(ABC):
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         """
         One forward over the ids `starts[i]` … `starts[i] + width - 1` of the buffer's row `rows[i]`, of which the first `counts[i]`
-        mean something. All ids before `starts[i]` are in the cache, and none after. At least the last `logits_to_keep` positions
-        get logits.
+        mean something. All ids before `starts[i]` have been fed, and none after. `logits` of the output are the last `logits_to_keep`
+        positions of each row's `width`; `places`, `leads` and `fed` tell where they are among its other states.
         """
 
+    places: list[int]
+    """Where the rows of the last forward are among its states."""
+    leads: list[int]
+    """How many of their tokens were fed before their start."""
+    fed: int
+    """Width of the last forward."""
+
+    def ahead(self, row: int) -> int:
+        """How many committed tokens of a row the next forward feeds again, because the cache doesn't hold them."""
+        return 0
+
     @abstractmethod
-    def roll_back(self, lengths: list[int]) -> None:
-        """The cache keeps the first `lengths[row]` ids of each row."""
+    def roll_back(self, lengths: dict[int, int]) -> None:
+        """Of row `row` the first `lengths[row]` ids stay fed. Rows that aren't named are over."""
 
     @abstractmethod
     def close(self) -> Any:
         """Puts back what was switched on and returns the cache (or `None`)."""
 
 
-class OneRow(Target):
-    """One row, in whatever cache transformers made for it, rolled back by `crop`."""
+class RowsInStep(Target):
+    """
+    One row, or rows that share the cache's length, in whatever cache transformers made for them.
+
+    The cache holds as much as the row that is furthest behind has. A row that is ahead has its further tokens fed again in the next
+    forward, so nothing is asked of the model but a cache that goes back (`crop`). One row is never ahead, unless it is in layers with
+    a recurrent state: they go back to the state before the last forward, and what was accepted in it is fed again.
+    """
 
     # Inputs with one entry a token, which grow with the sequence.
     GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -112,9 +144,12 @@ class OneRow(Target):
         names = self.GROWING_DECODER if self.model.config.is_encoder_decoder else self.GROWING
         self._growing = {name: self.model_kwargs[name] for name in names if self.model_kwargs.get(name) is not None}
         self._grown: dict[str, torch.Tensor] | None = None
-        self._ahead = 0
-        self._held = self.tokens.prompt_length  # ids in the cache
-        self._crops = compat.why_no_roll_back(self.cache) is None
+        self._reserve = 0
+        self._held = self.tokens.prompt_length  # ids of every row in the cache
+        self._ends = dict.fromkeys(range(len(self.tokens.lengths)), self._held)
+        self._crops = compat.why_no_roll_back(self.cache, self.model) is None
+        self._states = RecurrentStates(self.cache)
+        self.can_fill = not self._states
         self._recording = ExitStack()
         if self._crops:
             # Only now: recording during the prefill would keep the whole prompt in sliding layers.
@@ -122,58 +157,82 @@ class OneRow(Target):
         return outputs
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
-        end = starts[0] + width
+        if min(starts) < self._held:
+            self._go_back(min(starts))
+        end = max(starts) + width
+        self.fed = end - self._held
+        self.places, self.leads = rows, [start - self._held for start in starts]
+        if width > 1:
+            self._states.put_aside(self._held)
         inputs = self.model.prepare_inputs_for_generation(
             self.tokens.ids[:, :end],
-            next_sequence_length=width if self.model_kwargs.get("use_cache", True) else None,
+            next_sequence_length=self.fed if self.model_kwargs.get("use_cache", True) else None,
             **self._kwargs(end - self.tokens.prompt_length),
         )
+        first = width - logits_to_keep + min(self.leads)
+        outputs = self._forward(inputs, self.fed - first)
         self._held = end
-        return self._forward(inputs, logits_to_keep)
+        logits = outputs.logits
+        if len(self.tokens.lengths) == 1:
+            outputs.logits = logits[:, -logits_to_keep:]
+        else:
+            at = torch.tensor(self.leads)[:, None] + torch.arange(width - logits_to_keep, width) - (self.fed - logits.shape[1])
+            outputs.logits = logits[torch.tensor(rows)[:, None], at]
+        return outputs
+
+    def ahead(self, row: int) -> int:
+        return max(0, self.tokens.lengths[row] - 1 - self._held)
 
     def _kwargs(self, added: int) -> dict[str, Any]:
         """The model kwargs as they are `added` tokens after the prompt: views of tensors that are extended rarely."""
-        if self._grown is None or added > self._ahead:
-            self._ahead = 2 * max(added, 0) + 256
+        if self._grown is None or added > self._reserve:
+            self._reserve = 2 * max(added, 0) + 256
             grown = dict(self.model_kwargs)
             # The model itself says how its inputs grow.
             grown = self.model._update_model_kwargs_for_generation(
-                {}, grown, self.model.config.is_encoder_decoder, num_new_tokens=self._ahead
+                {}, grown, self.model.config.is_encoder_decoder, num_new_tokens=self._reserve
             )
             if (types := self.model_kwargs.get("token_type_ids")) is not None:
-                grown["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, self._ahead)], dim=-1)
+                grown["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, self._reserve)], dim=-1)
             self._grown = {name: grown[name] for name in self._growing}
         views = {name: self._grown[name][..., : start.shape[-1] + added] for name, start in self._growing.items()}
         return {**self.model_kwargs, **views}
 
-    def roll_back(self, lengths: list[int]) -> None:
+    def roll_back(self, lengths: dict[int, int]) -> None:
+        self._ends = self._ends | lengths if self.rows_come_back else lengths
         if self._crops:
-            compat.crop(self.cache, self._held - lengths[0])
-            self._held = lengths[0]
+            self._go_back(min(self._ends.values()))
+
+    def _go_back(self, length: int) -> None:
+        if length < self._held and self._states:
+            length = self._states.put_back()
+        compat.crop(self.cache, self._held - length)
+        self._held = length
 
     def close(self) -> Any:
         if hasattr(self, "_recording"):  # closed before the prefill otherwise
+            if self._crops and self.returns_cache:
+                self._catch_up()
             self._recording.close()
         return self.cache
 
+    def _catch_up(self) -> None:
+        """Plain `generate()` has fed all but the last token of the longest row, and padding to the others."""
+        longest = max(self.tokens.lengths)
+        if self._held < longest - 1:
+            self.forward(list(range(len(self.tokens.lengths))), [self._held] * len(self.tokens.lengths), [1], longest - 1 - self._held, 1)
+            compat.crop(self.cache, 0)
 
-class ManyRows(Target):
+
+class RowsApart(Target):
     """
     Rows that advance on their own in a `RowCache`. A row that is done leaves the batch and costs nothing.
-
-    Args:
-        returns_cache (`bool`): the cache is the user's, before or after the call.
-        rows_come_back (`bool`): a row that left may have to go on.
-        max_slots (`int`): the most slots that a row will have.
     """
 
     max_width = 32
 
-    def __init__(self, *args: Any, returns_cache: bool, rows_come_back: bool, max_slots: int, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.returns_cache = returns_cache
-        self.needs_all_rows = returns_cache or rows_come_back
-        self.max_slots = max_slots
         self._rows: list[int] = list(range(len(self.tokens.lengths)))
         self._row_cache: RowCache | None = None
 
@@ -182,7 +241,7 @@ class ManyRows(Target):
         """Why this model's rows can't advance on their own (known before the first forward), or `None` if they can."""
         config = model.config.get_text_config(decoder=True)
         if model.config.is_encoder_decoder:
-            return "rows of an encoder-decoder model can't be rolled back one by one"
+            return f"{type(model).__name__} is an encoder-decoder model"
         # What a static cache with a compiled forward needs is what rows need: masks of any shape and positions told from outside.
         if not getattr(model, "_can_compile_fullgraph", False) or model_kwargs.get("position_ids") is None:
             return f"{type(model).__name__} doesn't take positions and masks for each row"
@@ -191,7 +250,7 @@ class ManyRows(Target):
         if config._attn_implementation not in ("sdpa", "eager"):
             return f"attention implementation {config._attn_implementation} takes no mask for each row"
         if any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids", "inputs_embeds")):
-            return "rows of prompts with embeddings or token types can't be rolled back one by one"
+            return "the prompt has embeddings or token types"
         cache = model_kwargs.get(compat.CACHE)
         if generation_config.output_attentions and (isinstance(cache, StaticCache) or SLIDING in layer_types(config)):
             return "attention weights of single rows can't be told from a static or sliding-window cache"
@@ -209,7 +268,9 @@ class ManyRows(Target):
         self._position_offsets = (self.model_kwargs["position_ids"][:, -1] - (self.cached - 1)).expand(len(self._rows))
         mask = self.model_kwargs.get("attention_mask")
         self._prompt_mask = mask.bool() if mask is not None and not bool(mask.all()) else None
-        self._row_cache = RowCache(self.cache, self._kinds, getattr(config, "sliding_window", None), self.max_width, self.max_slots)
+        self._row_cache = RowCache(
+            self.cache, self._kinds, getattr(config, "sliding_window", None), self.max_width, self.generation_config.max_length
+        )
         return outputs
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
@@ -218,7 +279,7 @@ class ManyRows(Target):
         if rows != self._rows:
             if not set(rows) <= set(self._rows):
                 self._rejoin()
-            cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.needs_all_rows)
+            cache.keep([self._rows.index(row) for row in rows], self._rows, park=self.returns_cache or self.rows_come_back)
             self._rows = list(rows)
         end = max(starts) + width
         tokens.reserve(end)
@@ -227,6 +288,7 @@ class ManyRows(Target):
         steps = torch.arange(width, device=device)
         slots = first + steps + self._slot_offset
         cache.prepare(slots, end + self._slot_offset)
+        self.places, self.leads, self.fed = list(range(len(rows))), [0] * len(rows), width
         # Past a row's own ids there is only filling, which is nobody's; its positions stay in the model's range.
         own_steps = torch.minimum(steps, torch.tensor(counts, device=device)[:, None] - 1)
         inputs = self.model.prepare_inputs_for_generation(
@@ -238,7 +300,9 @@ class ManyRows(Target):
                 "attention_mask": self._attention_mask(cache, slots, index),
             },
         )
-        return self._forward(inputs, width)
+        outputs = self._forward(inputs, logits_to_keep)
+        outputs.logits = outputs.logits[:, -logits_to_keep:]
+        return outputs
 
     def _attention_mask(self, cache: RowCache, slots: torch.Tensor, rows: torch.Tensor) -> Any:
         prompt_mask = self._prompt_mask[rows] if self._prompt_mask is not None else None
@@ -256,7 +320,7 @@ class ManyRows(Target):
         self._row_cache.rejoin(self._rows)
         self._rows = list(range(len(self.tokens.lengths)))
 
-    def roll_back(self, lengths: list[int]) -> None:
+    def roll_back(self, lengths: dict[int, int]) -> None:
         """Nothing to do: the next forward says where each row goes on."""
 
     def close(self) -> Any:

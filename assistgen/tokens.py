@@ -11,23 +11,26 @@ class TokenBuffer:
 
     Args:
         input_ids (`torch.LongTensor` of shape `(rows, prompt length)`): as `generate()` prepared them.
+        pad_token_id (`int`): what stands behind a row that is over.
 
     Attributes:
-        ids (`torch.LongTensor` of shape `(rows, capacity)`): past a row's length and draft there are valid, meaningless ids.
+        ids (`torch.LongTensor` of shape `(rows, capacity)`): past a running row's length and draft there are valid, meaningless ids.
         lengths (`list[int]`): committed tokens of each row, the padded prompt included.
     """
 
     GROWTH = 512
 
-    def __init__(self, input_ids: torch.Tensor):
+    def __init__(self, input_ids: torch.Tensor, pad_token_id: int = 0):
         rows, self.prompt_length = input_ids.shape
+        self.pad_token_id = pad_token_id
         self.lengths = [self.prompt_length] * rows
-        self.ids = torch.nn.functional.pad(input_ids, (0, self.GROWTH))
+        self.ids = torch.nn.functional.pad(input_ids, (0, self.GROWTH), value=pad_token_id)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` tokens a row."""
         if length > self.ids.shape[1]:
-            self.ids = torch.nn.functional.pad(self.ids, (0, length - self.ids.shape[1] + self.ids.shape[1] // 2 + self.GROWTH))
+            more = length - self.ids.shape[1] + self.ids.shape[1] // 2 + self.GROWTH
+            self.ids = torch.nn.functional.pad(self.ids, (0, more), value=self.pad_token_id)
 
     def prefix(self, row: int) -> torch.Tensor:
         """The committed ids of a row, `(1, length)`: a view."""
@@ -48,12 +51,9 @@ class TokenBuffer:
             self.ids[row, position] = token
         self.lengths[row] = position + 1
 
-    def pad(self, pad_token_id: int) -> None:
-        """Fills the rows that ended early up to the longest."""
-        longest = max(self.lengths)
-        for row, length in enumerate(self.lengths):
-            if length < longest:
-                self.ids[row, length:longest] = pad_token_id
+    def end(self, row: int) -> None:
+        """The row is over: padding from here on."""
+        self.ids[row, self.lengths[row] :] = self.pad_token_id
 
     def sequences(self) -> torch.Tensor:
         """`(rows, longest)`, a tensor of its own."""

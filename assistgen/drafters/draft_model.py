@@ -7,16 +7,18 @@ elsewhere the tokens stay on the device until the draft is complete, and a round
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -28,7 +30,8 @@ from transformers.generation.logits_process import (
 from .. import compat
 from ..cache import SLIDING
 from ..control import DepthController
-from ..target import ManyRows, OneRow, Target, costs_of, layer_types
+from ..inputs import IMAGE_INPUTS, Inputs, placeholders
+from ..target import RowsApart, RowsInStep, Target, costs_of, layer_types
 from ..tokens import TokenBuffer
 from .base import Draft, Drafter, Plan, evidence_of
 from .ngram import NGramIndex
@@ -59,14 +62,14 @@ class DraftMemory:
 
     def __init__(self) -> None:
         self.guesses = DepthController()
-        self._kept: tuple[list[int], OneRow] | None = None
+        self._kept: tuple[list[int], RowsInStep] | None = None
         self._lock = threading.Lock()
 
-    def keep(self, text: list[int], runner: OneRow) -> None:
+    def keep(self, text: list[int], runner: RowsInStep) -> None:
         with self._lock:
             self._kept = (text, runner)
 
-    def take(self) -> tuple[list[int], OneRow] | None:
+    def take(self) -> tuple[list[int], RowsInStep] | None:
         """The kept cache and the text that it holds; for one call only."""
         with self._lock:
             kept, self._kept = self._kept, None
@@ -78,12 +81,14 @@ class DraftModelDrafter(Drafter):
     `method="draft_model"`.
 
     Args:
-        model (`PreTrainedModel`): the draft model, with the target's tokenizer; stays as it is.
+        model (`PreTrainedModel`): the draft model, with the target's tokenizer; stays as it is. One that shares the target's weights
+            drafts without their adapters.
         vocab_size (`int`): the target's. The draft's logits are cut or padded to it, told by contents: ids mean the same in both.
         device (`torch.device`): where the target wants the probabilities.
         warpers (`LogitsProcessorList`, *optional*): makes the distribution that drafts are drawn from; `None` drafts the likeliest token.
         confidence_threshold (`float`, *optional*): a draft ends where the likeliest token has a lower probability.
         memory (`DraftMemory`, *optional*): the cache of an earlier call.
+        inputs (`Inputs`, *optional*): of the call; `None`: nothing but text.
     """
 
     name = NAME
@@ -97,11 +102,18 @@ class DraftModelDrafter(Drafter):
         warpers: LogitsProcessorList | None = None,
         confidence_threshold: float | None = None,
         memory: DraftMemory | None = None,
+        inputs: Inputs | None = None,
     ):
-        reason = why_not(model)
+        model = without_wrapper(model)
+        target = inputs.target if inputs is not None else None
+        reason = why_not(model, target)
         if reason is not None:
             raise ValueError(f"`model` can't draft: {reason}")
         self.model = model
+        self._inputs = inputs
+        self._adapters = _adapters(model) if target is not None and model is without_wrapper(target) else []
+        self._sees = _sees(model, inputs) if inputs is not None else None
+        self._unseen = placeholders(target.config) if target is not None and self._sees is None else frozenset()
         self._shared = min(vocab_size, model.get_input_embeddings().num_embeddings)
         self._vocab_size = vocab_size
         self._device = device
@@ -118,7 +130,7 @@ class DraftModelDrafter(Drafter):
         self._is_whole = True  # no forward was broken off, which would leave the cache's layers at different lengths
 
     def begin(self, rows: Sequence[list[int]]) -> None:
-        self._texts = [list(row) for row in rows]
+        self._texts = [[token for token in row if token not in self._unseen] for row in rows]
         self._indexes = [NGramIndex(1, 3, row) for row in rows]
 
     def commit(self, row: int, tokens: list[int]) -> None:
@@ -134,8 +146,8 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
-        if isinstance(runner, OneRow) and self._memory is not None and self._is_whole:
-            runner.roll_back([self._held[0]])
+        if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and not self._sees and len(self._texts) == 1:
+            runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
             runner.close()
@@ -146,14 +158,16 @@ class DraftModelDrafter(Drafter):
             return [Draft([], self.name, is_free=False) for _ in rows]
         start_of_call = self._runner is None
         if start_of_call:
-            self._start()
+            with self._without_adapters():
+                self._start()
         start = perf_counter()
         assert self._runner is not None
-        if self._looks:
-            limit = min(budget.limit, self._runner.max_width - 1)
-            drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
-        else:
-            drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
+        with self._without_adapters():
+            if self._looks:
+                limit = min(budget.limit, self._runner.max_width - 1)
+                drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
+            else:
+                drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         longest = max(len(draft.tokens) for draft in drafts)
         if longest and not start_of_call:
@@ -162,46 +176,85 @@ class DraftModelDrafter(Drafter):
 
     def _start(self) -> None:
         """The prompt's forward, or the part of it that a kept cache doesn't hold."""
-        kept = self._memory.take() if self._memory is not None and len(self._texts) == 1 else None
+        kept = self._memory.take() if self._memory is not None and len(self._texts) == 1 and not self._sees else None
         if kept is not None:
             text, runner = kept
             shared, both = 0, min(len(text), len(self._texts[0]) - 1)
             while shared < both and text[shared] == self._texts[0][shared]:
                 shared += 1
             if shared > 0:
-                runner.roll_back([shared])
+                runner.roll_back({0: shared})
                 self._runner, self._held, self._padding = runner, [shared], [0]
                 return
+        self._runner = self._conditioned() if self._sees else self._on_text()
+        self._runner.prefill()
+        self.num_forwards += 1
+        fed = self._runner.tokens.prompt_length
+        self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
+
+    def _on_text(self) -> Target:
+        """A decoder that knows nothing but the texts."""
         device = self.model.device
         width = max(len(text) for text in self._texts)
         self._padding = [width - len(text) for text in self._texts]
         ids = torch.tensor([[0] * pad + self._known(text) for pad, text in zip(self._padding, self._texts, strict=True)], device=device)
         # All but the last token: the first round's forward takes it in, as every round's does.
         ids = ids[:, : max(1, width - 1)]
+        mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
         config = self.model.config.get_text_config(decoder=True)
         model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: DynamicCache(config=config)}
         if self.model._supports_logits_to_keep():
             model_kwargs["logits_to_keep"] = 1
-        mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
         model_kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
         model_kwargs["attention_mask"] = mask
-        tokens = TokenBuffer(ids)
-        settings = SimpleNamespace(prefill_chunk_size=None)
-        if len(self._texts) == 1 and SLIDING not in layer_types(config):
-            self._runner = OneRow(self.model, tokens, settings, model_kwargs)
+        # A cache that is kept has to go back far, which a sliding window can't.
+        goes_back = len(self._texts) == 1 and SLIDING not in layer_types(config)
+        apart = not goes_back and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
+        return self._make_runner(RowsApart if apart else RowsInStep, ids, model_kwargs)
+
+    def _conditioned(self) -> Target:
+        """A model that is given what the target was given, in its own way: images, or the encoder's input."""
+        inputs, model = self._inputs, self.model
+        assert inputs is not None
+        self._padding = [inputs.prompt.shape[1] - len(prompt) for prompt in inputs.prompts()]
+        if self._sees == IMAGES:
+            with compat.unchanged(model):
+                return self._make_runner(RowsInStep, *_prepared(model, inputs))
+        device = model.device
+        ids = torch.tensor([self._known(row) for row in inputs.prompt.tolist()], device=device)
+        config = model.config.get_text_config(decoder=True)
+        cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: cache}
+        parameters = inspect.signature(model.forward).parameters
+        mask = inputs.attention_mask.to(device) if inputs.attention_mask is not None else None
+        if model.config.is_encoder_decoder:
+            encoder, source = model.get_encoder(), inputs.source
+            assert source is not None
+            source = source.to(device, model.dtype) if source.is_floating_point() else source.to(device)
+            takes_mask = mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters
+            extra = {"attention_mask": mask} if takes_mask else {}
+            model_kwargs["encoder_outputs"] = encoder(**{model.main_input_name: source, **extra}, return_dict=True)
+            if mask is not None:
+                model_kwargs["attention_mask"] = mask
+        elif "encoder_outputs" in parameters:
+            model_kwargs["encoder_outputs"] = inputs.encoder_outputs
         else:
-            self._runner = ManyRows(
-                self.model,
-                tokens,
-                settings,
-                model_kwargs,
-                returns_cache=False,
-                rows_come_back=True,
-                max_slots=config.max_position_embeddings,
-            )
-        self._runner.prefill()
-        self.num_forwards += 1
-        self._held = [min(len(text), ids.shape[1] - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
+            model_kwargs["encoder_hidden_states"] = inputs.encoder_outputs[0]
+            model_kwargs["encoder_attention_mask"] = mask
+        return self._make_runner(RowsInStep, ids, model_kwargs)
+
+    def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Target:
+        return kind(self.model, TokenBuffer(ids), _SETTINGS, model_kwargs, returns_cache=False, rows_come_back=kind is RowsApart)
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        for layer in self._adapters:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._adapters:
+                layer._disable_adapters = False
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids that the draft model has no embedding for stand as 0: a worse guess, never an error."""
@@ -265,7 +318,7 @@ class DraftModelDrafter(Drafter):
         index = torch.tensor(rows, device=logits.device)
         for row in rows:
             self._held[row] = len(self._texts[row])
-        runner.roll_back([held + padding for held, padding in zip(self._held, self._padding, strict=True)])  # without filling
+        self._roll_back(rows)  # without filling
         steps = []
         for step in range(max(rooms)):
             steps.append(self._choose(logits))
@@ -313,22 +366,27 @@ class DraftModelDrafter(Drafter):
         width = max(len(ids) for ids in fed)
         if width == 1:
             width = self._guesses.width(len(rows), 0, 1, self._costs)
+        last = [len(ids) - len(guess) - 1 for ids, guess in zip(fed, guesses, strict=True)]  # the sequences' last tokens
         before = perf_counter()
-        logits = self._feed(rows, held, fed, width, width - (len(fed[0]) - len(guesses[0]) - 1))
+        logits = self._feed(rows, held, fed, width, width - min(last))
         if self._looks:
-            self._costs.record(len(rows), width, perf_counter() - before)
-        if isinstance(runner, OneRow):
+            self._costs.record(len(rows), runner.fed, perf_counter() - before)
+        if len(rows) == 1:
             return logits[:, : longest + 1]
-        first = torch.tensor([len(ids) - len(guess) - 1 for ids, guess in zip(fed, guesses, strict=True)], device=logits.device)
-        at = (first[:, None] + torch.arange(longest + 1, device=logits.device)).clamp_(max=logits.shape[1] - 1)
+        first = torch.tensor(last, device=logits.device)[:, None] - min(last)
+        at = (first + torch.arange(longest + 1, device=logits.device)).clamp_(max=logits.shape[1] - 1)
         return logits[torch.arange(len(rows), device=logits.device)[:, None], at]
+
+    def _roll_back(self, rows: list[int]) -> None:
+        assert self._runner is not None
+        self._runner.roll_back({row: self._held[row] + self._padding[row] for row in rows})
 
     def _feed(self, rows: list[int], held: list[int], fed: list[list[int]], width: int, logits_to_keep: int) -> torch.Tensor:
         runner = self._runner
         assert runner is not None
         for row, at in zip(rows, held, strict=True):
             self._held[row] = at
-        runner.roll_back([at + padding for at, padding in zip(self._held, self._padding, strict=True)])
+        self._roll_back(rows)
         starts = [at + self._padding[row] for row, at in zip(rows, held, strict=True)]
         for row, start, ids in zip(rows, starts, fed, strict=True):
             runner.tokens.reserve(start + width)
@@ -363,15 +421,59 @@ def _evidence(confidence: float) -> int:
     return evidence_of(confidence)
 
 
-def why_not(model: Any) -> str | None:
-    """Why a model can't draft, or `None` if it can."""
+IMAGES, SOURCE = "images", "source"
+_SETTINGS = SimpleNamespace(prefill_chunk_size=None, output_attentions=False, max_length=1 << 30)
+
+
+def why_not(model: Any, target: Any = None) -> str | None:
+    """Why a model can't draft (for this target, if there is one), or `None` if it can."""
     if not callable(getattr(model, "forward", None)) or not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         return f"{type(model).__name__} is no transformers model."
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and not (target is not None and target.config.is_encoder_decoder):
         return f"{type(model).__name__} is an encoder-decoder model; use a decoder-only one."
+    if target is not None and model is without_wrapper(target) and any(getattr(layer, "merged", False) for layer in _adapters(model)):
+        return "its adapters are merged into its weights; unmerge them first."
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     reason = compat.why_no_roll_back(cache)
     return f"{reason}." if reason is not None else None
+
+
+def without_wrapper(model: Any) -> Any:
+    """The model inside a PEFT model; any other as it is."""
+    return model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+
+
+def _adapters(model: Any) -> list[Any]:
+    """PEFT's layers that add something to the model's own."""
+    return [module for module in model.modules() if hasattr(module, "_disable_adapters") and not module._disable_adapters]
+
+
+def _sees(model: Any, inputs: Inputs) -> str | None:
+    """What a draft model takes in beside text: `"images"` (or sounds) if it is the target's class, the encoder's `"source"`, or nothing."""
+    target = inputs.target
+    if target.config.is_encoder_decoder:
+        parameters = inspect.signature(model.forward).parameters
+        shares = inputs.encoder_outputs is not None and not {"encoder_outputs", "encoder_hidden_states"}.isdisjoint(parameters)
+        return SOURCE if model.config.is_encoder_decoder or shares else None
+    has_images = any(inputs.given.get(name) is not None for name in IMAGE_INPUTS)
+    goes_on = any(inputs.given.get(name) is not None for name in compat.CACHE_NAMES)
+    return IMAGES if has_images and not goes_on and type(model) is type(target) else None
+
+
+def _prepared(model: Any, inputs: Inputs) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids and keyword arguments as the draft model's own `generate()` prepares them from what the user gave."""
+    prepared: list[Any] = []
+
+    def capture(model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        prepared.extend((input_ids, kwargs))
+        return input_ids
+
+    parameters = inspect.signature(model.forward).parameters
+    given = {name: value.to(model.device) for name, value in inputs.given.items() if name == "inputs" or name in parameters}
+    rows = next(iter(given.values())).shape[0]
+    config = GenerationConfig(do_sample=False, num_beams=1, num_return_sequences=inputs.prompt.shape[0] // rows, max_new_tokens=1)
+    GenerationMixin.generate(model, **given, generation_config=config, custom_generate=capture)
+    return prepared[0], prepared[1]
 
 
 def draft_warpers(generation_config: Any, temperature: float | None) -> LogitsProcessorList:

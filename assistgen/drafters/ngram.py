@@ -79,17 +79,27 @@ class NGramIndex:
 
 
 class NGramDrafter(Drafter):
-    """`method="ngram"`: one `NGramIndex` a row, over its prompt and its output."""
+    """
+    `method="ngram"`: one `NGramIndex` a row, over its prompt and its output.
+
+    Args:
+        prompt_lookup_min, prompt_lookup_max (`int`): the shortest and the longest n-gram that is looked up.
+        looked_up (`Sequence[list[int]]`): for each row a text that is searched too.
+    """
 
     name = NAME
 
-    def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5):
+    def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5, looked_up: Sequence[list[int]] = ()):
         self.prompt_lookup_min = prompt_lookup_min
         self.prompt_lookup_max = prompt_lookup_max
+        self._looked_up = looked_up
         self._indexes: list[NGramIndex] = []
 
     def begin(self, rows: Sequence[list[int]]) -> None:
-        self._indexes = [NGramIndex(self.prompt_lookup_min, self.prompt_lookup_max, tokens) for tokens in rows]
+        texts = self._looked_up or [[] for _ in rows]
+        self._indexes = [
+            NGramIndex(self.prompt_lookup_min, self.prompt_lookup_max, text + tokens) for text, tokens in zip(texts, rows, strict=True)
+        ]
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         return [self._indexes[row].propose(room) for row, room in zip(rows, max_tokens, strict=True)]

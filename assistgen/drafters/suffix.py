@@ -33,6 +33,7 @@ class SuffixDrafter(Drafter):
         min_token_prob (`float`): less likely tokens aren't drafted.
         store (`SuffixStore`, *optional*): searched, and given the outputs when the call is over.
         vocabulary (`Vocabulary`, *optional*): tells the store what the ids mean.
+        looked_up (`Sequence[list[int]]`): for each row a text that is searched like its own.
     """
 
     name = NAME
@@ -44,9 +45,10 @@ class SuffixDrafter(Drafter):
         min_token_prob: float = 0.002,
         store: SuffixStore | None = None,
         vocabulary: Vocabulary | None = None,
+        looked_up: Sequence[list[int]] = (),
     ):
         self.max_depth, self.max_spec_factor, self.min_token_prob = max_depth, max_spec_factor, min_token_prob
-        self._store, self._vocabulary = store, vocabulary
+        self._store, self._vocabulary, self._looked_up = store, vocabulary, looked_up
         if store is not None:
             store.check(vocabulary)
         self._own: list[SuffixIndex] = []
@@ -56,9 +58,9 @@ class SuffixDrafter(Drafter):
     def begin(self, rows: Sequence[list[int]]) -> None:
         from ..suffix.index import Cursor, SuffixIndex  # numba takes a second to import
 
-        for tokens in rows:
-            index = SuffixIndex(self.max_depth, len(tokens) + 256)
-            index.extend(tokens)
+        for text, tokens in zip(self._looked_up or [[] for _ in rows], rows, strict=True):
+            index = SuffixIndex(self.max_depth, len(text) + len(tokens) + 256)
+            index.extend(text + tokens)
             self._own.append(index)
             self._cursors.append([Cursor([index], is_own=True)])
             self._outputs.append(tokens[-1:])
