@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +39,7 @@ class Call:
         run (*optional*): gets the prepared `Decoding` and what is to be done with its output, and makes the result; by default the
             `Decoding` is run to its end.
         start (`float`): `perf_counter()` at the call.
+        stats (`SpeculationStats`): what happened; a total if the model's `generate()` decodes in several parts.
     """
 
     speculator: Speculator | None
@@ -51,6 +52,7 @@ class Call:
     given: dict[str, Any]
     run: Callable[[Decoding, Callable[[Any], Any]], Any] | None
     start: float
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __call__(
         self,
@@ -152,6 +154,7 @@ class Call:
         )
 
     def _finish(self, output: Any, stats: SpeculationStats) -> Any:
+        self.stats.add(stats)
         if self.speculator is not None:
             self.speculator.add(stats)
         return attach(output, stats)
@@ -188,8 +191,8 @@ class Call:
 
 
 def attach(output: Any, stats: SpeculationStats) -> Any:
-    """Puts the statistics on an output object, as an attribute; a bare tensor has no place for them."""
-    if output is not None and not isinstance(output, torch.Tensor):
+    """Puts the statistics on an output object, as an attribute; a bare tensor or dict has no place for them."""
+    if hasattr(output, "__dict__") and not isinstance(output, torch.Tensor):
         output.speculation = stats
     return output
 

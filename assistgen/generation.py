@@ -185,7 +185,12 @@ def _generate(
         run (*optional*): see `Call`.
     """
     start = perf_counter()
-    plain_generate = type(model).generate
+    generate_method = type(model).generate
+
+    def plain_generate(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        # Some classes have no `inputs`, or call their first parameter otherwise.
+        return generate_method(model, **kwargs) if inputs is None else generate_method(model, inputs, **kwargs)
+
     if kwargs.get("custom_generate") is not None:
         if asked and speculation is not None:
             raise ValueError("`custom_generate` and `speculation` exclude each other: each replaces the decode loop.")
@@ -237,7 +242,9 @@ def _generate(
         start=start,
     )
     with call.ending_the_streamer():
-        return plain_generate(model, inputs, custom_generate=call, stopping_criteria=StoppingCriteriaList(criteria), **kwargs)
+        output = plain_generate(model, inputs, custom_generate=call, stopping_criteria=StoppingCriteriaList(criteria), **kwargs)
+    # Whisper decodes a long sound in parts and makes an output of its own.
+    return output if hasattr(output, "speculation") or run is not None else attach(output, call.stats)
 
 
 def _only_in_transformers(kwargs: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
@@ -243,9 +244,9 @@ class RowsApart(Target):
         if model.config.is_encoder_decoder:
             return f"{type(model).__name__} is an encoder-decoder model"
         # What a static cache with a compiled forward needs is what rows need: masks of any shape and positions told from outside.
-        if not getattr(model, "_can_compile_fullgraph", False) or model_kwargs.get("position_ids") is None:
-            return f"{type(model).__name__} doesn't take positions and masks for each row"
-        if model_kwargs["position_ids"].dim() != 2 or getattr(config, "alibi", False):
+        positions = model_kwargs.get("position_ids")
+        takes_positions = positions is not None and positions.dim() == 2 and "position_ids" in inspect.signature(model.forward).parameters
+        if not takes_positions or not getattr(model, "_can_compile_fullgraph", False) or getattr(config, "alibi", False):
             return f"{type(model).__name__} doesn't take positions and masks for each row"
         if config._attn_implementation not in ("sdpa", "eager"):
             return f"attention implementation {config._attn_implementation} takes no mask for each row"

@@ -28,10 +28,9 @@ from transformers.generation.logits_process import (
 )
 
 from .. import compat
-from ..cache import SLIDING
 from ..control import DepthController
 from ..inputs import IMAGE_INPUTS, Inputs, placeholders
-from ..target import RowsApart, RowsInStep, Target, costs_of, layer_types
+from ..target import RowsApart, RowsInStep, Target, costs_of
 from ..tokens import TokenBuffer
 from .base import Draft, Drafter, Plan, evidence_of
 from .ngram import NGramIndex
@@ -193,7 +192,10 @@ class DraftModelDrafter(Drafter):
         self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
 
     def _on_text(self) -> Target:
-        """A decoder that knows nothing but the texts."""
+        """
+        A decoder that knows nothing but the texts. Its cache keeps everything, in layers with a window too: a draft takes several
+        forwards, and a text that is taken up again may go back far.
+        """
         device = self.model.device
         width = max(len(text) for text in self._texts)
         self._padding = [width - len(text) for text in self._texts]
@@ -201,15 +203,12 @@ class DraftModelDrafter(Drafter):
         # All but the last token: the first round's forward takes it in, as every round's does.
         ids = ids[:, : max(1, width - 1)]
         mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
-        config = self.model.config.get_text_config(decoder=True)
-        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: DynamicCache(config=config)}
+        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: DynamicCache()}
         if self.model._supports_logits_to_keep():
             model_kwargs["logits_to_keep"] = 1
         model_kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
         model_kwargs["attention_mask"] = mask
-        # A cache that is kept has to go back far, which a sliding window can't.
-        goes_back = len(self._texts) == 1 and SLIDING not in layer_types(config)
-        apart = not goes_back and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
+        apart = len(self._texts) > 1 and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
         return self._make_runner(RowsApart if apart else RowsInStep, ids, model_kwargs)
 
     def _conditioned(self) -> Target:
@@ -222,9 +221,7 @@ class DraftModelDrafter(Drafter):
                 return self._make_runner(RowsInStep, *_prepared(model, inputs))
         device = model.device
         ids = torch.tensor([self._known(row) for row in inputs.prompt.tolist()], device=device)
-        config = model.config.get_text_config(decoder=True)
-        cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: cache}
+        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}
         parameters = inspect.signature(model.forward).parameters
         mask = inputs.attention_mask.to(device) if inputs.attention_mask is not None else None
         if model.config.is_encoder_decoder:
@@ -318,7 +315,6 @@ class DraftModelDrafter(Drafter):
         index = torch.tensor(rows, device=logits.device)
         for row in rows:
             self._held[row] = len(self._texts[row])
-        self._roll_back(rows)  # without filling
         steps = []
         for step in range(max(rooms)):
             steps.append(self._choose(logits))
@@ -377,16 +373,11 @@ class DraftModelDrafter(Drafter):
         at = (first + torch.arange(longest + 1, device=logits.device)).clamp_(max=logits.shape[1] - 1)
         return logits[torch.arange(len(rows), device=logits.device)[:, None], at]
 
-    def _roll_back(self, rows: list[int]) -> None:
-        assert self._runner is not None
-        self._runner.roll_back({row: self._held[row] + self._padding[row] for row in rows})
-
     def _feed(self, rows: list[int], held: list[int], fed: list[list[int]], width: int, logits_to_keep: int) -> torch.Tensor:
         runner = self._runner
         assert runner is not None
         for row, at in zip(rows, held, strict=True):
             self._held[row] = at
-        self._roll_back(rows)
         starts = [at + self._padding[row] for row, at in zip(rows, held, strict=True)]
         for row, start, ids in zip(rows, starts, fed, strict=True):
             runner.tokens.reserve(start + width)
@@ -473,7 +464,8 @@ def _prepared(model: Any, inputs: Inputs) -> tuple[torch.Tensor, dict[str, Any]]
     rows = next(iter(given.values())).shape[0]
     config = GenerationConfig(do_sample=False, num_beams=1, num_return_sequences=inputs.prompt.shape[0] // rows, max_new_tokens=1)
     GenerationMixin.generate(model, **given, generation_config=config, custom_generate=capture)
-    return prepared[0], prepared[1]
+    input_ids, model_kwargs = prepared
+    return input_ids, model_kwargs | {compat.CACHE: DynamicCache()}
 
 
 def draft_warpers(generation_config: Any, temperature: float | None) -> LogitsProcessorList:
