@@ -25,7 +25,7 @@ CACHE: str = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields_
 CACHE_NAMES = ("cache", "past_key_values")
 
 
-CONTINUE_A_STATE = frozenset({"qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2"})
+CONTINUE_A_STATE = frozenset({"qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "bamba", "granitemoehybrid", "nemotron_h"})
 """Model types whose forward over several tokens goes on from the recurrent state in the cache. Mamba's, for one, starts anew."""
 
 WITHOUT_STATE = frozenset({"lfm2"})

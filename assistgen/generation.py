@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import compat
 from .call import Call, attach
+from .inputs import rows_of
 from .speculator import DEFAULT_METHOD, Speculator
 from .stats import SpeculationStats
 from .streaming import SpeculationStream
@@ -215,7 +216,7 @@ def _generate(
         _warn_once(f"This call isn't sped up: {problem}")
         return attach(plain_generate(model, inputs, **kwargs), SpeculationStats(fallbacks={problem: 1}))
     if speculator is not None:
-        _check_draft(model, speculator, effective, kwargs)
+        _check_speculation(model, speculator, effective, kwargs)
 
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit"):  # another loop's switches, from a saved configuration
         if getattr(effective, name, None) is not None:
@@ -312,8 +313,8 @@ def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _check_draft(model: Any, speculator: Speculator, config: Any, kwargs: dict[str, Any]) -> None:
-    """What doesn't go with a draft model, before any forward pass."""
+def _check_speculation(model: Any, speculator: Speculator, config: Any, kwargs: dict[str, Any]) -> None:
+    """What doesn't go with the speculation, before any forward pass."""
     if speculator.draft_model is not None:
         if kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None and speculator.lookup_ids is None:
             raise ValueError("`inputs_embeds` says nothing to a draft model: give the prompt's ids as `lookup_ids` in `speculation`.")
@@ -322,6 +323,10 @@ def _check_draft(model: Any, speculator: Speculator, config: Any, kwargs: dict[s
                 "`assistant_tokenizer` differs from the target's: drafting with a foreign tokenizer is not available yet. Use a draft "
                 "model with the target's tokenizer."
             )
+    if speculator.lookup_ids is not None:
+        highest = max((max(text, default=0) for text in rows_of(speculator.lookup_ids)), default=0)
+        if highest >= (vocab_size := model.config.get_text_config(decoder=True).vocab_size):
+            raise ValueError(f"`lookup_ids` holds the id {highest}, outside the target's vocabulary of {vocab_size}.")
     if speculator.uses_blocks and (kwargs.get("logits_processor") or (config.guidance_scale or 1) != 1):
         raise ValueError(
             "`rejection_sample_method='block'` looks at whole blocks, so it doesn't go with processors of your own or `guidance_scale`, "

@@ -63,15 +63,17 @@ def placeholders(config: Any) -> frozenset[int]:
     return frozenset(value for name in names if isinstance(value := getattr(config, name, None), int))
 
 
-def rows_of(lookup_ids: Any, num_rows: int) -> list[list[int]]:
+def rows_of(lookup_ids: Any, num_rows: int | None = None) -> list[list[int]]:
     """
-    `lookup_ids` as one list of ids for each row.
+    `lookup_ids` as one list of ids for each row, or for each text.
 
     Raises:
         ValueError: if there are neither as many texts as rows nor one for all.
     """
     ids = lookup_ids.tolist() if isinstance(lookup_ids, torch.Tensor) else list(lookup_ids)
     texts = [list(text) for text in ids] if ids and not isinstance(ids[0], int) else [ids]
+    if num_rows is None:
+        return texts
     if len(texts) == 1:
         texts = texts * num_rows
     if len(texts) != num_rows:

@@ -1,16 +1,21 @@
 """One tiny random model of each family, with the arguments that a call of it takes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as tf
+
+from assistgen import compat
 
 from .tiny import VOCAB, WINDOW, pad_left, prompt
 from .tiny import build as build_decoder
 
 
 IMAGE_TOKEN = 70
+OLD = compat.CACHE == "past_key_values"
+"""The Mambas of these versions keep their state in a cache of their own kind."""
+
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1,
          "eos_token_id": None}  # fmt: skip
@@ -89,12 +94,25 @@ def _whisper_config(**extra):
                             bos_token_id=1, eos_token_id=None, suppress_tokens=None, begin_suppress_tokens=None, **extra)  # fmt: skip
 
 
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+          "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+
+
 def _qwen3_next():
-    return tf.Qwen3NextForCausalLM(
-        tf.Qwen3NextConfig(**SMALL | {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-                                      "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 0,
-                                      "layer_types": ["linear_attention", "full_attention"]})
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SMALL | LINEAR | {"head_dim": 8, "num_experts": 0}))
+
+
+def _granite_hybrid():
+    return tf.GraniteMoeHybridForCausalLM(
+        tf.GraniteMoeHybridConfig(**SMALL | MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 0,
+                                                     "shared_intermediate_size": 48, "position_embedding_type": "rope"})
     )  # fmt: skip
+
+
+def _nemotron_h():
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
+    return tf.NemotronHForCausalLM(tf.NemotronHConfig(**SMALL | mamba | {"layers_block_type": ["mamba", "attention"]}))
 
 
 def _qwen2_5_vl():
@@ -134,14 +152,14 @@ class Family:
     Attributes:
         make: makes the model.
         inputs: from the number of rows, 1 or 3, what a call is given.
-        plain (dict): by column, why it is decoded plainly; columns that aren't here speculate.
+        plain (str): why it is decoded plainly; empty if it speculates.
         without (tuple): columns that plain `generate()` doesn't have.
         dtype: of the weights.
     """
 
     make: Any
     inputs: Any = _text
-    plain: dict = field(default_factory=dict)
+    plain: str = ""
     without: tuple = ()
     dtype: Any = torch.float64
 
@@ -152,8 +170,6 @@ class Family:
         model.generation_config.pad_token_id = 0
         return model.to(self.dtype).eval()
 
-
-RECURRENT = "recurrent state"
 
 FAMILIES = {
     **{name: Family(lambda name=name: build_decoder(name)) for name in ("llama", "qwen2", "mistral", "gemma3", "gpt2")},
@@ -189,8 +205,17 @@ FAMILIES = {
     "gemma3_vl": Family(_gemma3_vl, _gemma3_images),
     "llava": Family(_llava_model, _llava),
     "qwen3_next": Family(_qwen3_next),
+    "qwen3_5": Family(lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**SMALL | LINEAR | {"head_dim": 8}))),
+    "olmo_hybrid": Family(lambda: tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**SMALL | LINEAR))),
+    "bamba": Family(lambda: tf.BambaForCausalLM(tf.BambaConfig(**SMALL | MAMBA | {"attn_layer_indices": [1]}))),
+    "granite_hybrid": Family(_granite_hybrid),
+    "nemotron_h": Family(_nemotron_h),
     "lfm2": Family(lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**SMALL | {"layer_types": ["conv", "full_attention"]}))),
-    "mamba": Family(lambda: build_decoder("mamba")),
+    "mamba": Family(
+        lambda: build_decoder("mamba"),
+        plain="keeps no cache" if OLD else "doesn't go on from a recurrent state",
+        without=("second turn",) if OLD else (),
+    ),
     "mamba2": Family(
         lambda: tf.Mamba2ForCausalLM(
             tf.Mamba2Config(
@@ -207,6 +232,8 @@ FAMILIES = {
                 eos_token_id=None,
                 bos_token_id=1,
             )
-        )
+        ),
+        plain="keeps no cache" if OLD else "",
+        without=("second turn",) if OLD else (),
     ),
 }
