@@ -34,7 +34,7 @@ class Call:
         processors, criteria, prefix_allowed_tokens_fn: the user's own.
         cache: the cache that the user handed in.
         streamer (`BaseStreamer`, *optional*): the user's.
-        tokenizer (*optional*): the model's, if the call has it.
+        tokenizer, assistant_tokenizer (*optional*): the model's and the draft model's, if the call has them.
         given (`dict`): the arguments of the user's call.
         run (*optional*): gets the prepared `Decoding` and what is to be done with its output, and makes the result; by default the
             `Decoding` is run to its end.
@@ -49,6 +49,7 @@ class Call:
     cache: Any
     streamer: Any
     tokenizer: Any
+    assistant_tokenizer: Any
     given: dict[str, Any]
     run: Callable[[Decoding, Callable[[Any], Any]], Any] | None
     start: float
@@ -106,7 +107,7 @@ class Call:
             target=target,
             tokens=tokens,
             rows=[Row(number, processors[number], row_criteria(stopping_criteria)) for number in range(num_rows)],
-            drafter=speculator.drafter(model, generation_config, inputs, stats, self.tokenizer) if speculator is not None else None,
+            drafter=speculator.drafter(model, generation_config, inputs, stats) if speculator is not None else None,
             max_draft_tokens=speculator.max_draft_tokens if speculator is not None else lambda rows: 0,
             judges_blocks=speculator is not None and speculator.uses_blocks,
             # Processes that decode the same text must not follow their own clocks.
@@ -150,6 +151,8 @@ class Call:
             source=source,
             encoder_outputs=model_kwargs.get("encoder_outputs"),
             given=self.given,
+            tokenizer=self.tokenizer,
+            assistant_tokenizer=self.assistant_tokenizer,
             lookup_ids=rows_of(lookup_ids, input_ids.shape[0]) if lookup_ids is not None else None,
         )
 

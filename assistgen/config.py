@@ -22,7 +22,6 @@ AVAILABLE = ("auto", "ngram", "suffix", "draft_model")
 """Methods that can be asked for today; the others say that they are not available yet."""
 
 NOT_YET = {
-    "use_heterogeneous_vocab": "drafts with a foreign tokenizer",
     "compile": "the compiled path",
 }
 """Reserved keys, and the feature that each waits for."""
@@ -67,8 +66,11 @@ class SpeculationConfig:
     Args:
         method (`str`, defaults to `"auto"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"`, `"draft_model"`, or `"auto"`:
             suffix decoding, n-grams if their sizes are given, and `model` if there is one, chosen each round by what they promise.
-        model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). It must have
-            the target's tokenizer; padded vocabularies are fine.
+        model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). A padded
+            vocabulary is fine, and so is a foreign one: the tokenizers are the call's (`tokenizer=`, `assistant_tokenizer=`) or those in
+            the models' folders.
+        use_heterogeneous_vocab (`bool`, *optional*): with a foreign tokenizer, `True` drafts the tokens that both vocabularies have,
+            `False` refuses; `None` does that where drafts are sampled or nearly all tokens are shared, and drafts by text otherwise.
         num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
             most 16 tokens wide.
         num_speculative_tokens_per_batch_size (`list`, *optional*): `(start, end, most)`: at most so many tokens are drafted a row while
@@ -105,6 +107,7 @@ class SpeculationConfig:
 
     method: str = "auto"
     model: Any = None
+    use_heterogeneous_vocab: bool | None = None
     num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
     prompt_lookup_min: int | None = None
@@ -154,6 +157,8 @@ class SpeculationConfig:
             _check_count("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests)
         self._check_store(method)
         self._check_lookup_ids()
+        if self.use_heterogeneous_vocab not in (None, True, False):
+            raise TypeError(f"`use_heterogeneous_vocab` must be a bool or None, got {type(self.use_heterogeneous_vocab).__name__}.")
         if self.drafters is not None:
             self._check_chain()
         elif method == "draft_model" and self.model is None:

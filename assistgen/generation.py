@@ -222,7 +222,6 @@ def _generate(
         if getattr(effective, name, None) is not None:
             kwargs[name] = None
     tokenizer = kwargs.pop("tokenizer", None)
-    kwargs.pop("assistant_tokenizer", None)
     criteria = list(kwargs.pop("stopping_criteria", None) or ())
     if effective.stop_strings is not None:
         if tokenizer is None:
@@ -238,6 +237,7 @@ def _generate(
         cache=next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None),
         streamer=kwargs.pop("streamer", None),
         tokenizer=tokenizer,
+        assistant_tokenizer=kwargs.pop("assistant_tokenizer", None),
         given=given,
         run=run,
         start=start,
@@ -252,9 +252,6 @@ def _only_in_transformers(kwargs: dict[str, Any]) -> str | None:
     """A way of drafting that transformers' own arguments ask for and that only transformers has so far."""
     if kwargs.get("assistant_early_exit") is not None:
         return "`assistant_early_exit`"
-    tokenizer, assistant = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
-    if kwargs.get("assistant_model") is not None and not _same_vocabulary(tokenizer, assistant):
-        return "a foreign `assistant_tokenizer`"
     return None
 
 
@@ -270,10 +267,6 @@ def _from_transformers_arguments(config: Any, assistant: Any, default: Any, kwar
     if config.prompt_lookup_num_tokens is not None:
         return {"method": "ngram", "num_speculative_tokens": config.prompt_lookup_num_tokens}
     return default
-
-
-def _same_vocabulary(first: Any, second: Any) -> bool:
-    return first is None or second is None or first is second or first.get_vocab() == second.get_vocab()
 
 
 def _effective_config(model: Any, kwargs: dict[str, Any]) -> Any:
@@ -318,11 +311,7 @@ def _check_speculation(model: Any, speculator: Speculator, config: Any, kwargs: 
     if speculator.draft_model is not None:
         if kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None and speculator.lookup_ids is None:
             raise ValueError("`inputs_embeds` says nothing to a draft model: give the prompt's ids as `lookup_ids` in `speculation`.")
-        if not _same_vocabulary(kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")):
-            raise ValueError(
-                "`assistant_tokenizer` differs from the target's: drafting with a foreign tokenizer is not available yet. Use a draft "
-                "model with the target's tokenizer."
-            )
+        speculator.check_vocabularies(model, kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer"))
     if speculator.lookup_ids is not None:
         highest = max((max(text, default=0) for text in rows_of(speculator.lookup_ids)), default=0)
         if highest >= (vocab_size := model.config.get_text_config(decoder=True).vocab_size):

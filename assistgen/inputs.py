@@ -19,6 +19,7 @@ class Inputs:
         source (`torch.Tensor` of shape `(rows, …)`, *optional*): the encoder's input, ids or features.
         encoder_outputs (*optional*): what the target's encoder made of it.
         given (`dict`): the user's own arguments, images among them.
+        tokenizer, assistant_tokenizer (*optional*): the target's and the draft model's, if the call has them.
         lookup_ids (`list[list[int]]`, *optional*): the user's texts to look things up in, one for each row.
     """
 
@@ -28,6 +29,8 @@ class Inputs:
     source: torch.Tensor | None
     encoder_outputs: Any
     given: dict[str, Any]
+    tokenizer: Any
+    assistant_tokenizer: Any
     lookup_ids: list[list[int]] | None
 
     def prompts(self) -> list[list[int]]:

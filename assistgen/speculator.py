@@ -17,6 +17,7 @@ from .drafters.suffix import SuffixDrafter
 from .fallback import Breaker, GuardedDrafter
 from .inputs import Inputs
 from .stats import SpeculationStats
+from .translation import tokenizers_of, translation_of
 
 
 DEFAULT_METHOD = "auto"
@@ -97,7 +98,23 @@ class Speculator:
         """The most tokens drafted a row in a round of so many rows; `None`: the drafter's own choice."""
         return self.config.max_draft_tokens_of(rows) if self.config is not None else None
 
-    def drafter(self, target: Any, generation_config: Any, inputs: Inputs, stats: SpeculationStats, tokenizer: Any = None) -> Drafter:
+    def check_vocabularies(self, target: Any, tokenizer: Any, assistant_tokenizer: Any) -> None:
+        """
+        Raises:
+            ValueError: if the draft model's tokenizer is a foreign one and that is forbidden.
+        """
+        assert self.config is not None
+        entry = next(entry for entry in self.config.chain if entry.model is not None)
+        if entry.use_heterogeneous_vocab is not False:
+            return
+        tokenizers = tokenizers_of(target, _model_of(entry, target), tokenizer, assistant_tokenizer)
+        if tokenizers is not None and translation_of(*(load() for load in tokenizers)) is not None:
+            raise ValueError(
+                "`use_heterogeneous_vocab=False` and the draft model's tokenizer differs from the target's. Leave it out, or use a draft "
+                "model with the target's tokenizer."
+            )
+
+    def drafter(self, target: Any, generation_config: Any, inputs: Inputs, stats: SpeculationStats) -> Drafter:
         """
         A drafter for one call.
 
@@ -106,7 +123,6 @@ class Speculator:
             generation_config (`GenerationConfig`): of the call.
             inputs (`Inputs`): of the call.
             stats (`SpeculationStats`): of the call.
-            tokenizer (*optional*): the target's, if it is known.
         """
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         timeout_s, min_acceptance = (self.config.draft_timeout_s, self.config.min_acceptance) if self.config is not None else (None, None)
@@ -121,12 +137,12 @@ class Speculator:
 
             return guarded(CandidateGeneratorDrafter(self._generator, inputs.prompt.device))
         entries = self.config.chain
-        drafters = [self._make(entry, target, vocab_size, generation_config, inputs, tokenizer) for entry in entries]
+        drafters = [self._make(entry, target, vocab_size, generation_config, inputs, stats) for entry in entries]
         guards = [guarded(drafter) for drafter in drafters]
         return guards[0] if len(guards) == 1 else ChainDrafter(guards, [entry.max_draft_tokens for entry in entries])
 
     def _make(
-        self, config: SpeculationConfig, target: Any, vocab_size: int, generation_config: Any, inputs: Inputs, tokenizer: Any
+        self, config: SpeculationConfig, target: Any, vocab_size: int, generation_config: Any, inputs: Inputs, stats: SpeculationStats
     ) -> Drafter:
         if config.method == "ngram":
             shortest, longest = config.ngram_sizes
@@ -139,24 +155,36 @@ class Speculator:
             return SuffixDrafter(
                 *config.suffix_settings,
                 config.store if config.store is not None else self._own_store(config),
-                Vocabulary.of(tokenizer) if tokenizer is not None else Vocabulary(vocab_size, None),
+                Vocabulary.of(inputs.tokenizer) if inputs.tokenizer is not None else Vocabulary(vocab_size, None),
                 inputs.looked_up(),
             )
-        from .drafters.draft_model import DraftModelDrafter, draft_warpers
+        from .drafters.draft_model import DraftModelDrafter, draft_warpers, why_not
+        from .drafters.universal import UniversalDrafter
 
-        model = config.model
-        if isinstance(model, str):
-            model = _loaded(model, str(target.dtype).removeprefix("torch."), str(target.device))
-        samples = generation_config.do_sample and config.draft_sample_method == "probabilistic"
-        return DraftModelDrafter(
-            model,
-            vocab_size,
-            inputs.prompt.device,
-            draft_warpers(generation_config, config.draft_temperature) if samples else None,
-            config.confidence_threshold,
-            self._draft_memory,
-            inputs,
-        )
+        model = _model_of(config, target)
+        reason = why_not(model, target)
+        if reason is not None:
+            raise ValueError(f"`model` can't draft: {reason}")
+        draws = generation_config.do_sample and config.draft_sample_method == "probabilistic"
+
+        def make_drafter(**foreign: Any) -> DraftModelDrafter:
+            by_text = bool(foreign) and foreign["shared"] is None
+            return DraftModelDrafter(
+                model,
+                model.get_input_embeddings().num_embeddings if by_text else vocab_size,
+                inputs.prompt.device,
+                draft_warpers(generation_config, config.draft_temperature) if draws else None,
+                config.confidence_threshold,
+                self._draft_memory,
+                inputs=inputs,
+                **foreign,
+            )
+
+        tokenizers = tokenizers_of(target, model, inputs.tokenizer, inputs.assistant_tokenizer)
+        if tokenizers is None:
+            return make_drafter()
+        starts_with_bos = model.config.model_type.startswith("gemma")
+        return UniversalDrafter(make_drafter, tokenizers, stats, draws, config.use_heterogeneous_vocab, starts_with_bos)
 
     def _own_store(self, config: SpeculationConfig) -> Any:
         from .suffix.store import SuffixStore
@@ -191,6 +219,12 @@ class Speculator:
 
 def _draft_model_of(config: SpeculationConfig) -> Any:
     return next((entry.model for entry in config.chain if entry.model is not None), None)
+
+
+def _model_of(config: SpeculationConfig, target: Any) -> Any:
+    """The draft model of one entry; one that is given by name is loaded like the target."""
+    model = config.model
+    return _loaded(model, str(target.dtype).removeprefix("torch."), str(target.device)) if isinstance(model, str) else model
 
 
 @lru_cache(maxsize=4)

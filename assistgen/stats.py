@@ -19,11 +19,20 @@ class RowStats:
 
 @dataclass
 class DrafterStats:
-    """The counts of one drafter."""
+    """
+    The counts of one drafter.
+
+    Attributes:
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): as in `SpeculationStats`.
+        route (`str`, *optional*): of a draft model with a foreign tokenizer, `"text"` or `"vocabulary"`.
+        vocabulary_overlap (`float`, *optional*): the share of its vocabulary that the target has too.
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    route: str | None = None
+    vocabulary_overlap: float | None = None
 
 
 @dataclass
@@ -114,6 +123,7 @@ class SpeculationStats:
             total.num_drafts += counts.num_drafts
             total.num_draft_tokens += counts.num_draft_tokens
             total.num_accepted_tokens += counts.num_accepted_tokens
+            total.route, total.vocabulary_overlap = counts.route, counts.vocabulary_overlap
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
         self.ttft_s = other.ttft_s

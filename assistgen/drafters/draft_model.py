@@ -87,6 +87,9 @@ class DraftModelDrafter(Drafter):
         warpers (`LogitsProcessorList`, *optional*): makes the distribution that drafts are drawn from; `None` drafts the likeliest token.
         confidence_threshold (`float`, *optional*): a draft ends where the likeliest token has a lower probability.
         memory (`DraftMemory`, *optional*): the cache of an earlier call.
+        shared (`list[tuple[int, int]]`, *optional*): draft ids and the target's ids for the same tokens, where the vocabularies differ;
+            only these are drafted, in the draft's ids, with distributions over the target's.
+        unsettled (`int`): tokens at a text's end that may be written anew (`rewrite`).
         inputs (`Inputs`, *optional*): of the call; `None`: nothing but text.
     """
 
@@ -101,6 +104,8 @@ class DraftModelDrafter(Drafter):
         warpers: LogitsProcessorList | None = None,
         confidence_threshold: float | None = None,
         memory: DraftMemory | None = None,
+        shared: list[tuple[int, int]] | None = None,
+        unsettled: int = 0,
         inputs: Inputs | None = None,
     ):
         model = without_wrapper(model)
@@ -113,7 +118,12 @@ class DraftModelDrafter(Drafter):
         self._adapters = _adapters(model) if target is not None and model is without_wrapper(target) else []
         self._sees = _sees(model, inputs) if inputs is not None else None
         self._unseen = placeholders(target.config) if target is not None and self._sees is None else frozenset()
-        self._shared = min(vocab_size, model.get_input_embeddings().num_embeddings)
+        self._num_columns = min(vocab_size, model.get_input_embeddings().num_embeddings)
+        self._columns: torch.Tensor | None = None
+        self._target_ids: torch.Tensor | None = None
+        if shared is not None:
+            self._columns, self._target_ids = torch.tensor(shared, device=model.device).T.contiguous()
+        self._unsettled = unsettled
         self._vocab_size = vocab_size
         self._device = device
         self._warpers = warpers
@@ -129,19 +139,32 @@ class DraftModelDrafter(Drafter):
         self._is_whole = True  # no forward was broken off, which would leave the cache's layers at different lengths
 
     def begin(self, rows: Sequence[list[int]]) -> None:
-        self._texts = [[token for token in row if token not in self._unseen] for row in rows]
-        self._indexes = [NGramIndex(1, 3, row) for row in rows]
+        self.take_in([self.visible(row) for row in rows])
+
+    def visible(self, text: list[int]) -> list[int]:
+        """Of a text in the target's ids, what the draft model is to see."""
+        return [token for token in text if token not in self._unseen]
+
+    def take_in(self, texts: list[list[int]]) -> None:
+        """The rows' texts, in the draft model's ids."""
+        self._texts = texts
+        self._indexes = [NGramIndex(1, 3, text[: len(text) - self._unsettled]) for text in texts]
 
     def commit(self, row: int, tokens: list[int]) -> None:
-        drafted = self._drafted.pop(row, [])
+        self.rewrite(row, len(self._texts[row]), tokens)
+
+    def rewrite(self, row: int, kept: int, tokens: list[int]) -> None:
+        """Row `row` is its first `kept` tokens and `tokens` now. What of them was drafted stays in the cache."""
+        text, index = self._texts[row], self._indexes[row]
+        before = text[kept:] + self._drafted.pop(row, [])
         same = 0
-        while same < min(len(tokens), len(drafted)) and tokens[same] == drafted[same]:
+        while same < min(len(tokens), len(before)) and tokens[same] == before[same]:
             same += 1
         if self._runner is not None:
             # Of the draft, all but the last token is cached.
-            self._held[row] = min(self._held[row], len(self._texts[row]) + same)
-        self._texts[row] += tokens
-        self._indexes[row].extend(tokens)
+            self._held[row] = min(self._held[row], kept + same)
+        text[kept:] = tokens
+        index.extend(text[len(index.tokens) : len(text) - self._unsettled])
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
@@ -302,7 +325,8 @@ class DraftModelDrafter(Drafter):
         guesses = []
         for chain, row, room in zip(chains, rows, rooms, strict=True):
             more = min(room - len(chain.tokens) - 1, MAX_GUESS) if chain.is_open else 0
-            guesses.append(self._indexes[row].propose(more, chain.tokens))
+            index = self._indexes[row]
+            guesses.append(index.propose(more, self._texts[row][len(index.tokens) :] + chain.tokens))
         depth = self._guesses.trim(guesses, self._costs)
         return [guess.cut(depth) for guess in guesses]
 
@@ -395,15 +419,22 @@ class DraftModelDrafter(Drafter):
         Tokens and the likeliest tokens' probabilities, `(rows, positions)` each, and the distributions that the tokens were drawn from,
         `(rows, positions, target vocabulary)`. What a draft ends by must not depend on the token drawn, or it is no longer lossless.
         """
-        logits = logits[..., : self._shared].float()
+        logits = logits[..., : self._num_columns] if self._columns is None else logits[..., self._columns]
+        logits = logits.float()
         if self._warpers is None:
             top, token = logits.max(dim=-1)
-            return token, torch.exp(top - torch.logsumexp(logits, dim=-1)), None
+            return self._draft_ids(token), torch.exp(top - torch.logsumexp(logits, dim=-1)), None
         probs = torch.nn.functional.softmax(self._warpers(None, logits.flatten(0, 1)), dim=-1)
-        token = torch.multinomial(probs, num_samples=1)
+        token = torch.multinomial(probs, num_samples=1).view(logits.shape[:2])
         confidence = probs.amax(dim=-1).view(logits.shape[:2])
-        probs = torch.nn.functional.pad(probs, (0, self._vocab_size - self._shared)).view(*logits.shape[:2], -1)
-        return token.view(logits.shape[:2]), confidence, probs
+        if self._target_ids is None:
+            probs = torch.nn.functional.pad(probs, (0, self._vocab_size - self._num_columns))
+        else:
+            probs = probs.new_zeros(len(probs), self._vocab_size).index_copy_(1, self._target_ids, probs)
+        return self._draft_ids(token), confidence, probs.view(*logits.shape[:2], -1)
+
+    def _draft_ids(self, places: torch.Tensor) -> torch.Tensor:
+        return places if self._columns is None else self._columns[places]
 
 
 def _evidence(confidence: float) -> int:

@@ -1,0 +1,121 @@
+"""A draft model with a foreign tokenizer, in front of the draft model's own loop.
+
+Two routes. *Text*: the draft model continues the text, and what it says is put into the target's vocabulary (as in universal assisted
+generation, Timor et al., 2024, but byte for byte and of the new text only); any two tokenizers will do. *Vocabulary*: only tokens that
+both vocabularies have are drafted, token for token, with probabilities (token-level intersection, Timor et al., arXiv 2502.05202), so that
+sampled drafts are accepted by speculative sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..stats import DrafterStats, SpeculationStats
+from ..translation import Alignment, translation_of
+from .base import Draft, Drafter, Plan, chance_of, evidence_of
+from .draft_model import NAME, DraftModelDrafter
+
+
+MUCH_OVERLAP = 0.95
+"""The share of the draft's vocabulary that the target must have too for the vocabulary route to be as good as the text."""
+
+
+class UniversalDrafter(Drafter):
+    """
+    `method="draft_model"` with a foreign tokenizer; with the same one after all, the draft model's own drafter.
+
+    Args:
+        make_drafter: makes the draft model's drafter from the keyword arguments `shared` and `unsettled` of `DraftModelDrafter`.
+        tokenizers (`tuple`): functions that give the target's tokenizer and the draft's.
+        stats (`SpeculationStats`): of the call; the route and the overlap go there.
+        draws (`bool`): the drafts are sampled.
+        by_vocabulary (`bool`, *optional*): `use_heterogeneous_vocab`.
+        starts_with_bos (`bool`): the draft model needs a BOS that its tokenizer may not write.
+    """
+
+    name = NAME
+    is_free = False
+
+    def __init__(
+        self,
+        make_drafter: Callable[..., DraftModelDrafter],
+        tokenizers: tuple[Callable[[], Any], Callable[[], Any]],
+        stats: SpeculationStats,
+        draws: bool,
+        by_vocabulary: bool | None,
+        starts_with_bos: bool,
+    ):
+        self._make_drafter, self._tokenizers, self._stats = make_drafter, tokenizers, stats
+        self._draws, self._by_vocabulary, self._starts_with_bos = draws, by_vocabulary, starts_with_bos
+        self._drafter: DraftModelDrafter | None = None
+        self._alignments: list[Alignment] = []
+        self._same_tokens: dict[int, int] | None = None
+
+    @property
+    def num_forwards(self) -> int:  # type: ignore[override]
+        return self._drafter.num_forwards if self._drafter is not None else 0
+
+    def begin(self, rows: Sequence[list[int]]) -> None:
+        target, draft = (load() for load in self._tokenizers)
+        translation = translation_of(target, draft)
+        if translation is None:
+            self._drafter = self._make_drafter()
+            self._drafter.begin(rows)
+            return
+        by_vocabulary = self._by_vocabulary or self._draws or translation.overlap >= MUCH_OVERLAP
+        self._same_tokens = dict(translation.shared()) if by_vocabulary else None
+        counts = self._stats.drafters.setdefault(self.name, DrafterStats())
+        counts.route = "vocabulary" if by_vocabulary else "text"
+        counts.vocabulary_overlap = translation.overlap
+        self._drafter = self._make_drafter(shared=translation.shared() if by_vocabulary else None, unsettled=2 * Alignment.LOOK_BACK)
+        start = [draft.bos_token_id] if self._needs_bos(draft) else []
+        self._alignments = [Alignment(translation.target, translation.draft, start) for _ in rows]
+        for alignment, row in zip(self._alignments, rows, strict=True):
+            alignment.extend(self._drafter.visible(row))
+        self._drafter.take_in([list(alignment.ids) for alignment in self._alignments])
+
+    def _needs_bos(self, tokenizer: Any) -> bool:
+        bos = tokenizer.bos_token_id
+        return bos is not None and (self._starts_with_bos or tokenizer("a").input_ids[:1] == [bos])
+
+    def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
+        assert self._drafter is not None
+        if not self._alignments:
+            return self._drafter.propose(rows, max_tokens, plan)
+        rooms = list(max_tokens)
+        if self._same_tokens is not None:  # a token stands for a token only where a character is complete
+            rooms = [0 if self._alignments[row].pending else room for row, room in zip(rows, rooms, strict=True)]
+        drafts = self._drafter.propose(rows, rooms, plan)
+        if self._same_tokens is not None:
+            return [self._renamed(draft) for draft in drafts]
+        return [self._translated(row, draft).cut(room) for row, room, draft in zip(rows, max_tokens, drafts, strict=True)]
+
+    def _renamed(self, draft: Draft) -> Draft:
+        assert self._same_tokens is not None
+        return Draft([self._same_tokens[token] for token in draft.tokens], self.name, draft.evidence, draft.probs, is_free=False)
+
+    def _translated(self, row: int, draft: Draft) -> Draft:
+        reach, reaches = 1.0, [1.0]
+        for position in range(len(draft.tokens)):
+            reach *= chance_of(draft.evidence[min(position, len(draft.evidence) - 1)])
+            reaches.append(reach)
+        tokens, evidence, before = [], [], 0
+        for token, number in self._alignments[row].translate(draft.tokens):
+            tokens.append(token)
+            evidence.append(evidence_of(reaches[number] / reaches[before]))
+            before = number
+        return Draft(tokens, self.name, tuple(evidence) or (3,), is_free=False)
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        assert self._drafter is not None
+        if not self._alignments:
+            self._drafter.commit(row, tokens)
+            return
+        alignment = self._alignments[row]
+        kept = alignment.extend(tokens)
+        self._drafter.rewrite(row, kept, alignment.ids[kept:])
+
+    def end(self) -> None:
+        if self._drafter is not None:
+            self._drafter.end()
