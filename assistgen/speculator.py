@@ -15,7 +15,7 @@ from .drafters.chain import ChainDrafter
 from .drafters.ngram import NGramDrafter
 from .drafters.suffix import SuffixDrafter
 from .fallback import Breaker, GuardedDrafter
-from .inputs import Inputs
+from .inputs import Inputs, placeholders
 from .stats import SpeculationStats
 from .translation import tokenizers_of, translation_of
 
@@ -184,7 +184,9 @@ class Speculator:
         if tokenizers is None:
             return make_drafter()
         starts_with_bos = model.config.model_type.startswith("gemma")
-        return UniversalDrafter(make_drafter, tokenizers, stats, draws, config.use_heterogeneous_vocab, starts_with_bos)
+        return UniversalDrafter(
+            make_drafter, tokenizers, stats, draws, config.use_heterogeneous_vocab, starts_with_bos, placeholders(target.config)
+        )
 
     def _own_store(self, config: SpeculationConfig) -> Any:
         from .suffix.store import SuffixStore

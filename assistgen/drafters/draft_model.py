@@ -139,11 +139,7 @@ class DraftModelDrafter(Drafter):
         self._is_whole = True  # no forward was broken off, which would leave the cache's layers at different lengths
 
     def begin(self, rows: Sequence[list[int]]) -> None:
-        self.take_in([self.visible(row) for row in rows])
-
-    def visible(self, text: list[int]) -> list[int]:
-        """Of a text in the target's ids, what the draft model is to see."""
-        return [token for token in text if token not in self._unseen]
+        self.take_in([[token for token in row if token not in self._unseen] for row in rows])
 
     def take_in(self, texts: list[list[int]]) -> None:
         """The rows' texts, in the draft model's ids."""

@@ -8,6 +8,7 @@ sampled drafts are accepted by speculative sampling.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from .draft_model import NAME, DraftModelDrafter
 
 
 MUCH_OVERLAP = 0.95
-"""The share of the draft's vocabulary that the target must have too for the vocabulary route to be as good as the text."""
+"""The share of the prompts' tokens that must be the same in both vocabularies for a token to be as good a guess as a text."""
 
 
 class UniversalDrafter(Drafter):
@@ -32,6 +33,7 @@ class UniversalDrafter(Drafter):
         draws (`bool`): the drafts are sampled.
         by_vocabulary (`bool`, *optional*): `use_heterogeneous_vocab`.
         starts_with_bos (`bool`): the draft model needs a BOS that its tokenizer may not write.
+        unseen (`frozenset[int]`): the target's ids that don't stand for text.
     """
 
     name = NAME
@@ -45,9 +47,11 @@ class UniversalDrafter(Drafter):
         draws: bool,
         by_vocabulary: bool | None,
         starts_with_bos: bool,
+        unseen: frozenset[int],
     ):
         self._make_drafter, self._tokenizers, self._stats = make_drafter, tokenizers, stats
         self._draws, self._by_vocabulary, self._starts_with_bos = draws, by_vocabulary, starts_with_bos
+        self._unseen = unseen
         self._drafter: DraftModelDrafter | None = None
         self._alignments: list[Alignment] = []
         self._same_tokens: dict[int, int] | None = None
@@ -63,17 +67,20 @@ class UniversalDrafter(Drafter):
             self._drafter = self._make_drafter()
             self._drafter.begin(rows)
             return
-        by_vocabulary = self._by_vocabulary or self._draws or translation.overlap >= MUCH_OVERLAP
-        self._same_tokens = dict(translation.shared()) if by_vocabulary else None
-        counts = self._stats.drafters.setdefault(self.name, DrafterStats())
-        counts.route = "vocabulary" if by_vocabulary else "text"
-        counts.vocabulary_overlap = translation.overlap
-        self._drafter = self._make_drafter(shared=translation.shared() if by_vocabulary else None, unsettled=2 * Alignment.LOOK_BACK)
         start = [draft.bos_token_id] if self._needs_bos(draft) else []
         self._alignments = [Alignment(translation.target, translation.draft, start) for _ in rows]
         for alignment, row in zip(self._alignments, rows, strict=True):
-            alignment.extend(self._drafter.visible(row))
-        self._drafter.take_in([list(alignment.ids) for alignment in self._alignments])
+            alignment.extend(token for token in row if token not in self._unseen)
+        texts = [list(alignment.ids) for alignment in self._alignments]
+        same_tokens = dict(translation.shared())
+        by_vocabulary = self._by_vocabulary or self._draws or _overlap(rows, texts, same_tokens) >= MUCH_OVERLAP
+        self._same_tokens = same_tokens if by_vocabulary else None
+        counts = self._stats.drafters.setdefault(self.name, DrafterStats())
+        counts.route = "vocabulary" if by_vocabulary else "text"
+        counts.vocabulary_overlap = translation.overlap
+        shared = translation.shared() if by_vocabulary else None
+        self._drafter = self._make_drafter(shared=shared, unsettled=2 * Alignment.LOOK_BACK)
+        self._drafter.take_in(texts)
 
     def _needs_bos(self, tokenizer: Any) -> bool:
         bos = tokenizer.bos_token_id
@@ -119,3 +126,12 @@ class UniversalDrafter(Drafter):
     def end(self) -> None:
         if self._drafter is not None:
             self._drafter.end()
+
+
+def _overlap(rows: Sequence[list[int]], texts: Sequence[list[int]], same_tokens: dict[int, int]) -> float:
+    """The share of the target's tokens of some texts that stand in the draft's too."""
+    both = 0
+    for row, text in zip(rows, texts, strict=True):
+        renamed = Counter(same_tokens[token] for token in text if token in same_tokens)
+        both += (Counter(row) & renamed).total()
+    return both / max(1, sum(map(len, rows)))
