@@ -33,52 +33,61 @@ class Clock:
         pass
 
 
-def nf4(name: str) -> Any:
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    path = weights.locate(name)
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=config).eval()
+def nf4(name: str, dtype: torch.dtype) -> Any:
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(weights.locate(name), dtype=dtype, quantization_config=config).eval()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
                         help="also lookup, ngram, suffix, auto, chain")  # fmt: skip
     arguments = parser.parse_args()
+    target, tokenizer = load("qwen2.5-coder-1.5b", arguments.dtype)
+    draft, _ = load("qwen2.5-coder-0.5b", arguments.dtype)
+    ways: dict[str, Any] = {
+        "assistant": lambda: {"assistant_model": draft},
+        "lookup": lambda: {"prompt_lookup_num_tokens": 10},
+        "ngram": lambda: assistgen.Speculator("ngram"),
+        "suffix": lambda: assistgen.Speculator("suffix"),
+        "auto": lambda: assistgen.Speculator({"method": "auto", "model": draft}),
+        "draft_model": lambda: assistgen.Speculator({"method": "draft_model", "model": draft}),
+        "chain": lambda: assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": draft}]}),
+        "chain_nf4": lambda: assistgen.Speculator(
+            {"drafters": ["ngram", {"method": "draft_model", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}]}
+        ),
+    }
+    compare(target, tokenizer, {side: ways[side]() for side in ways}, arguments.per_category, arguments.tokens)
+
+
+def load(name: str, dtype: str) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
+    return weights.load(name, getattr(torch, dtype))
+
+
+def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int, tokens: int) -> None:
+    """
+    Runs plain decoding and each way on every prompt, in rotating order, and prints the ratios.
+
+    Args:
+        ways: for each side's name a `Speculator`, or transformers' own arguments as a dict.
+    """
     print(machine())
-    target, tokenizer = weights.load("qwen2.5-coder-1.5b", torch.bfloat16)
-    draft, _ = weights.load("qwen2.5-coder-0.5b", torch.bfloat16)
-    speculators: dict[str, Any] = {}
-    if "draft_model" in arguments.sides:
-        speculators["draft_model"] = assistgen.Speculator({"method": "draft_model", "model": draft})
-    if "chain" in arguments.sides:
-        speculators["chain"] = assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": draft}]})
-    if "chain_nf4" in arguments.sides:
-        small = nf4("qwen2.5-coder-0.5b")
-        speculators["chain_nf4"] = assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": small}]})
-    for method in ("ngram", "suffix"):
-        if method in arguments.sides:
-            speculators[method] = assistgen.Speculator(method)
-    if "auto" in arguments.sides:
-        speculators["auto"] = assistgen.Speculator({"method": "auto", "model": draft})
 
     def run(side: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
         clock, forwards = Clock(), [0]
         handle = target.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
         kwargs = {**inputs, "max_new_tokens": tokens, "do_sample": False, "streamer": clock}
         start = perf_counter()
-        stats = None
-        if side == "plain":
-            sequences = target.generate(**kwargs)
-        elif side == "assistant":
-            sequences = target.generate(**kwargs, assistant_model=draft)
-        elif side == "lookup":
-            sequences = target.generate(**kwargs, prompt_lookup_num_tokens=10)
+        stats, way = None, ways.get(side, {})
+        if isinstance(way, dict):
+            sequences = target.generate(**kwargs, **way)
         else:
-            output = assistgen.generate(target, **kwargs, speculation=speculators[side], return_dict_in_generate=True)
+            output = assistgen.generate(target, **kwargs, speculation=way, return_dict_in_generate=True)
             sequences, stats = output.sequences, output.speculation
         seconds = perf_counter() - start
         handle.remove()
@@ -88,7 +97,8 @@ def main() -> None:
             "draft_ms": stats.draft_s / max(1, stats.num_drafts) * 1e3 if stats else None,
         }  # fmt: skip
 
-    sides = ["plain", *arguments.sides]
+    theirs = [side for side, way in ways.items() if isinstance(way, dict)]
+    sides = ["plain", *ways]
     warm = chat(tokenizer, "Count to ten, then count to ten again.")
     for side in sides:
         run(side, warm, 16)
@@ -96,27 +106,26 @@ def main() -> None:
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draft_ms: dict[str, list[float]] = defaultdict(list)
     differences: dict[str, int] = defaultdict(int)
-    for number, item in enumerate(spec_bench(arguments.per_category)):
+    for number, item in enumerate(spec_bench(per_category)):
         inputs = chat(tokenizer, item["prompt"])
         order = [sides[(number + i) % len(sides)] for i in range(len(sides))]
-        results = {side: run(side, inputs, arguments.tokens) for side in order}
+        results = {side: run(side, inputs, tokens) for side in order}
         plain = results["plain"]
-        for side in arguments.sides:
+        for side in ways:
             result = results[side]
             ratios[side]["wall"].append(plain["seconds"] / result["seconds"])
             ratios[side]["first token"].append(result["first"] / plain["first"])
-            for theirs in ("assistant", "lookup"):
-                if theirs in results and side not in ("assistant", "lookup"):
-                    ratios[side][f"over transformers' {theirs}"].append(results[theirs]["seconds"] / result["seconds"])
+            for other in theirs if side not in theirs else ():
+                ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
             categories[side][item["category"]].append(result["per_forward"])
             if result["draft_ms"] is not None:
                 draft_ms[side].append(result["draft_ms"])
             comparison = identity.compare(target, plain["sequences"], result["sequences"])
             differences[f"{side}: {'identical' if comparison.identical else 'proven tie' if comparison.proven_tie else 'DIFFERENT'}"] += 1
-        line = ", ".join(f"{side} {ratios[side]['wall'][-1]:.2f}x {results[side]['per_forward']:.2f} tok/fwd" for side in arguments.sides)
+        line = ", ".join(f"{side} {ratios[side]['wall'][-1]:.2f}x {results[side]['per_forward']:.2f} tok/fwd" for side in ways)
         print(f"{number:3d} {item['category']:15s} {line}", flush=True)
     print()
-    for side in arguments.sides:
+    for side in ways:
         for what, values in ratios[side].items():
             print(f"{side:12s} {what:30s} {show(values)}, worst {max(values) if what == 'first token' else min(values):.2f}")
         print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
