@@ -21,13 +21,21 @@ _HOMES = {
     "NGramCandidateGenerator": "drafters.candidates",
     "SuffixCandidateGenerator": "drafters.candidates",
     "DraftModelCandidateGenerator": "drafters.candidates",
+    "UniversalCandidateGenerator": "drafters.candidates",
+    "nf4_twin": "drafters.itself",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from .config import SpeculationConfig
-    from .drafters.candidates import DraftModelCandidateGenerator, NGramCandidateGenerator, SuffixCandidateGenerator
+    from .drafters.candidates import (
+        DraftModelCandidateGenerator,
+        NGramCandidateGenerator,
+        SuffixCandidateGenerator,
+        UniversalCandidateGenerator,
+    )
+    from .drafters.itself import nf4_twin
     from .generation import disable, enable, generate, speculate, stream
     from .speculator import Speculator
     from .stats import SpeculationStats

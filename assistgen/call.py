@@ -153,6 +153,7 @@ class Call:
             given=self.given,
             tokenizer=self.tokenizer,
             assistant_tokenizer=self.assistant_tokenizer,
+            cache=lambda: model_kwargs.get(compat.CACHE),
             lookup_ids=rows_of(lookup_ids, input_ids.shape[0]) if lookup_ids is not None else None,
         )
 

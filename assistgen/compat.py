@@ -77,6 +77,11 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer) and any(layer.is_recurrent_states_initialized.values())
 
 
+def keeps_everything(cache: Any) -> bool:
+    """Whether all layers hold all keys and values as they are."""
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
 def crop(cache: Any, tokens_to_remove: int) -> None:
     """
     Takes the last `tokens_to_remove` ≥ 0 tokens out of a cache, recurrent states excepted. To be called also with 0: a sliding-window

@@ -16,11 +16,11 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+COSTLY = ("draft_model", "early_exit")
+"""Methods that run a model."""
+
 METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
 ALIASES = {"prompt_lookup": "ngram"}
-AVAILABLE = ("auto", "ngram", "suffix", "draft_model")
-"""Methods that can be asked for today; the others say that they are not available yet."""
-
 NOT_YET = {
     "compile": "the compiled path",
 }
@@ -64,13 +64,15 @@ class SpeculationConfig:
     How to speculate. Frozen; a wrong value raises a `ValueError` or `TypeError` that names the key.
 
     Args:
-        method (`str`, defaults to `"auto"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"`, `"draft_model"`, or `"auto"`:
+        method (`str`, defaults to `"auto"`): the drafter: `"ngram"` (alias `"prompt_lookup"`), `"suffix"`, `"draft_model"`,
+            `"early_exit"` (the target's first layers), or `"auto"`:
             suffix decoding, n-grams if their sizes are given, and `model` if there is one, chosen each round by what they promise.
         model (`PreTrainedModel` or `str`, *optional*): the draft model, or its folder or hub id (loaded once in a process). A padded
             vocabulary is fine, and so is a foreign one: the tokenizers are the call's (`tokenizer=`, `assistant_tokenizer=`) or those in
             the models' folders.
         use_heterogeneous_vocab (`bool`, *optional*): with a foreign tokenizer, `True` drafts the tokens that both vocabularies have,
             `False` refuses; `None` does that where drafts are sampled or nearly all tokens are shared, and drafts by text otherwise.
+        assistant_early_exit (`int`, *optional*): how many layers `"early_exit"` drafts with.
         num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
             most 16 tokens wide.
         num_speculative_tokens_per_batch_size (`list`, *optional*): `(start, end, most)`: at most so many tokens are drafted a row while
@@ -108,6 +110,7 @@ class SpeculationConfig:
     method: str = "auto"
     model: Any = None
     use_heterogeneous_vocab: bool | None = None
+    assistant_early_exit: int | None = None
     num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
     prompt_lookup_min: int | None = None
@@ -134,11 +137,10 @@ class SpeculationConfig:
         if method not in METHODS:
             known = (*METHODS, *ALIASES)
             raise ValueError(f"`method={self.method!r}` is unknown. {_nearest(self.method, known)}Choose one of {', '.join(known)}.")
-        if method not in AVAILABLE:
-            raise ValueError(f"`method={self.method!r}` is not available yet. Use one of {', '.join(AVAILABLE)}.")
         object.__setattr__(self, "method", method)
 
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"):
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth",
+                     "assistant_early_exit"):  # fmt: skip
             _check_count(name, getattr(self, name))
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
@@ -161,6 +163,8 @@ class SpeculationConfig:
             raise TypeError(f"`use_heterogeneous_vocab` must be a bool or None, got {type(self.use_heterogeneous_vocab).__name__}.")
         if self.drafters is not None:
             self._check_chain()
+        elif (method == "early_exit") != (self.assistant_early_exit is not None):
+            raise ValueError("`method='early_exit'` and `assistant_early_exit=`, the number of layers, need each other.")
         elif method == "draft_model" and self.model is None:
             raise ValueError("`method='draft_model'` needs `model=`: the draft model, its folder or its hub id.")
         elif method not in ("auto", "draft_model") and self.model is not None:
@@ -213,7 +217,7 @@ class SpeculationConfig:
             raise ValueError("`drafters` can't hold another chain.")
         if any(entry.method == "auto" for entry in chain):
             raise ValueError("`drafters` names the drafters itself: 'auto' can't be one of them.")
-        if sum(entry.method == "draft_model" for entry in chain) > 1 or any(entry.method == "draft_model" for entry in chain[:-1]):
+        if sum(entry.method in COSTLY for entry in chain[:-1]) > 0:
             raise ValueError("`drafters` takes one draft model, in the last place: the others cost nothing, so they are asked first.")
         object.__setattr__(self, "drafters", tuple(chain))
         if self.num_speculative_tokens is None:
@@ -288,9 +292,6 @@ class SpeculationConfig:
                 is not available yet.
         """
         fields = {field.name for field in dataclasses.fields(cls)}
-        # The method first: asking for one that isn't there yet is the clearer message than one of its keys.
-        if "method" in values and values["method"] != "draft_model":
-            cls(method=values["method"])
         kept, ignored = {}, []
         for key, value in values.items():
             if key == "rejection_sample_method" and value == "synthetic":

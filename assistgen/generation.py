@@ -196,10 +196,6 @@ def _generate(
         if asked and speculation is not None:
             raise ValueError("`custom_generate` and `speculation` exclude each other: each replaces the decode loop.")
         return plain_generate(model, inputs, **kwargs)
-    if speculation is UNSET and (only := _only_in_transformers(kwargs)) is not None:
-        if run is not None:
-            raise ValueError(f"stream() can't draft with {only} yet. Use generate() with a `streamer`.")
-        return plain_generate(model, inputs, **kwargs)
     effective = _effective_config(model, kwargs)
     if speculation is UNSET:
         speculation = _from_transformers_arguments(effective, kwargs.pop("assistant_model", None), default, kwargs)
@@ -248,19 +244,19 @@ def _generate(
     return output if hasattr(output, "speculation") or run is not None else attach(output, call.stats)
 
 
-def _only_in_transformers(kwargs: dict[str, Any]) -> str | None:
-    """A way of drafting that transformers' own arguments ask for and that only transformers has so far."""
-    if kwargs.get("assistant_early_exit") is not None:
-        return "`assistant_early_exit`"
-    return None
-
-
 def _from_transformers_arguments(config: Any, assistant: Any, default: Any, kwargs: dict[str, Any]) -> Any:
     """The speculation that `assistant_model=` or `prompt_lookup_num_tokens=` asks for, else the default."""
     if assistant is not None:
         return {
             "method": "draft_model",
             "model": assistant,
+            "num_speculative_tokens": kwargs.get("num_assistant_tokens"),
+            "draft_confidence_threshold": kwargs.get("assistant_confidence_threshold"),
+        }
+    if config.assistant_early_exit is not None:
+        return {
+            "method": "early_exit",
+            "assistant_early_exit": config.assistant_early_exit,
             "num_speculative_tokens": kwargs.get("num_assistant_tokens"),
             "draft_confidence_threshold": kwargs.get("assistant_confidence_threshold"),
         }

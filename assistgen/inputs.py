@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ class Inputs:
         encoder_outputs (*optional*): what the target's encoder made of it.
         given (`dict`): the user's own arguments, images among them.
         tokenizer, assistant_tokenizer (*optional*): the target's and the draft model's, if the call has them.
+        cache: gives the target's cache as it is now.
         lookup_ids (`list[list[int]]`, *optional*): the user's texts to look things up in, one for each row.
     """
 
@@ -31,6 +33,7 @@ class Inputs:
     given: dict[str, Any]
     tokenizer: Any
     assistant_tokenizer: Any
+    cache: Callable[[], Any]
     lookup_ids: list[list[int]] | None
 
     def prompts(self) -> list[list[int]]:

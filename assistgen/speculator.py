@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from .config import SpeculationConfig
+from .config import COSTLY, SpeculationConfig
 from .control import DepthController
 from .drafters.base import Drafter
 from .drafters.chain import ChainDrafter
@@ -63,7 +63,7 @@ class Speculator:
         self.stats = SpeculationStats()
         self._draft_memory: Any = None
         self._store: Any = None
-        if self.config is not None and _draft_model_of(self.config) is not None:
+        if self.config is not None and any(entry.method in COSTLY for entry in self.config.chain):
             from .drafters.draft_model import DraftMemory
 
             self._draft_memory = DraftMemory()
@@ -159,9 +159,11 @@ class Speculator:
                 inputs.looked_up(),
             )
         from .drafters.draft_model import DraftModelDrafter, draft_warpers, why_not
+        from .drafters.itself import first_layers
         from .drafters.universal import UniversalDrafter
 
-        model = _model_of(config, target)
+        is_own = config.assistant_early_exit is not None
+        model = _model_of(config, target) if config.assistant_early_exit is None else first_layers(target, config.assistant_early_exit)
         reason = why_not(model, target)
         if reason is not None:
             raise ValueError(f"`model` can't draft: {reason}")
@@ -176,9 +178,14 @@ class Speculator:
                 draft_warpers(generation_config, config.draft_temperature) if draws else None,
                 config.confidence_threshold,
                 self._draft_memory,
+                takes_over_cache=is_own,
+                name=config.method,
                 inputs=inputs,
                 **foreign,
             )
+
+        if is_own:
+            return make_drafter()
 
         tokenizers = tokenizers_of(target, model, inputs.tokenizer, inputs.assistant_tokenizer)
         if tokenizers is None:

@@ -142,6 +142,15 @@ class RowsInStep(Target):
 
     def prefill(self) -> Any:
         outputs = super().prefill()
+        self._take_over()
+        return outputs
+
+    def adopt(self) -> None:
+        """In place of the prefill: the cache holds the prompt already."""
+        self.cached = compat.length_of(self.cache)
+        self._take_over()
+
+    def _take_over(self) -> None:
         names = self.GROWING_DECODER if self.model.config.is_encoder_decoder else self.GROWING
         self._growing = {name: self.model_kwargs[name] for name in names if self.model_kwargs.get(name) is not None}
         self._grown: dict[str, torch.Tensor] | None = None
@@ -155,7 +164,6 @@ class RowsInStep(Target):
         if self._crops:
             # Only now: recording during the prefill would keep the whole prompt in sliding layers.
             self._recording.enter_context(compat.recording_past(self.cache))
-        return outputs
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         if min(starts) < self._held:

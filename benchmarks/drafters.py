@@ -42,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
                         help="also lookup, ngram, suffix, auto, chain")  # fmt: skip
@@ -60,7 +61,7 @@ def main() -> None:
             {"drafters": ["ngram", {"method": "draft_model", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}]}
         ),
     }
-    compare(target, tokenizer, {side: ways[side]() for side in ways}, arguments.per_category, arguments.tokens)
+    compare(target, tokenizer, {side: ways[side]() for side in ways}, arguments.per_category, arguments.tokens, arguments.max_characters)
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -69,7 +70,7 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
     return weights.load(name, getattr(torch, dtype))
 
 
-def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int, tokens: int) -> None:
+def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int, tokens: int, max_characters: int) -> None:
     """
     Runs plain decoding and each way on every prompt, in rotating order, and prints the ratios.
 
@@ -106,7 +107,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draft_ms: dict[str, list[float]] = defaultdict(list)
     differences: dict[str, int] = defaultdict(int)
-    for number, item in enumerate(spec_bench(per_category)):
+    for number, item in enumerate(spec_bench(per_category, max_characters)):
         inputs = chat(tokenizer, item["prompt"])
         order = [sides[(number + i) % len(sides)] for i in range(len(sides))]
         results = {side: run(side, inputs, tokens) for side in order}

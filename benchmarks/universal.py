@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--draft", default="smollm2-135m")
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "text", "auto"], help="also vocabulary")
     arguments = parser.parse_args()
@@ -29,7 +30,14 @@ def main() -> None:
         "vocabulary": assistgen.Speculator({"method": "draft_model", "model": draft, "use_heterogeneous_vocab": True}),
         "auto": assistgen.Speculator({"method": "auto", "model": draft}),
     }
-    compare(target, tokenizer, {side: ways[side] for side in arguments.sides}, arguments.per_category, arguments.tokens)
+    compare(
+        target,
+        tokenizer,
+        {side: ways[side] for side in arguments.sides},
+        arguments.per_category,
+        arguments.tokens,
+        arguments.max_characters,
+    )
 
 
 if __name__ == "__main__":

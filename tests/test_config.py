@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from assistgen import SpeculationConfig, Speculator
+from assistgen import SpeculationConfig
 
 
 def test_defaults():
@@ -32,13 +32,7 @@ def test_a_vllm_config_runs(caplog):
     assert sum("draft_tensor_parallel_size" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("method", ["early_exit"])
-def test_methods_of_open_issues(method):
-    with pytest.raises(ValueError, match="not available yet"):
-        Speculator({"method": method})
-
-
-@pytest.mark.parametrize("key", ["compile", "lookup_ids"])
+@pytest.mark.parametrize("key", ["compile"])
 def test_reserved_keys(key):
     with pytest.raises(ValueError, match=f"`{key}` is not available yet"):
         SpeculationConfig.from_dict({"method": "ngram", key: 1})

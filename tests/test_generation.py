@@ -188,7 +188,9 @@ def test_prompt_lookup_in_our_loop_and_our_ngram_in_theirs():
 
 BAD = {
     "unknown method": ("ngrams", {}, ValueError, "ngram"),
-    "method of an open issue": ("early_exit", {}, ValueError, "not available yet"),
+    "layers left out": ("early_exit", {}, ValueError, "assistant_early_exit"),
+    "layers of nothing": ({"method": "ngram", "assistant_early_exit": 1}, {}, ValueError, "assistant_early_exit"),
+    "too many layers": ({"method": "early_exit", "assistant_early_exit": 2}, {}, ValueError, "assistant_early_exit"),
     "unknown key": ({"method": "ngram", "num_speculative_token": 3}, {}, ValueError, "num_speculative_tokens"),
     "wrong type": ({"method": "ngram", "num_speculative_tokens": "4"}, {}, TypeError, "num_speculative_tokens"),
     "bool": ({"method": "ngram", "num_speculative_tokens": True}, {}, TypeError, "num_speculative_tokens"),

@@ -312,3 +312,29 @@ def test_images_never_reach_a_foreign_draft():
     assert torch.equal(plain, output.sequences) and not output.speculation.fallbacks
     assert output.speculation.num_draft_tokens > 0
     assert seen[0].shape[1] == inputs["input_ids"].shape[1] - 4
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_generator_in_transformers_own_loop(pair, sampled, monkeypatch):
+    tokenizer, foreign = pair
+    model, draft = Sayer(tokenizer), Sayer(foreign, seed=1)
+    ids = inputs_of(tokenizer, 1)["input_ids"]
+    settings = {"max_new_tokens": 30, "do_sample": sampled, "temperature": 0.3 if sampled else None}
+    drafted = []
+
+    class Watched(assistgen.UniversalCandidateGenerator):
+        def get_candidates(self, input_ids, **kwargs):
+            candidates, logits = super().get_candidates(input_ids, **kwargs)
+            drafted.append((candidates.shape[1] - input_ids.shape[1], logits is not None))
+            return candidates, logits
+
+    config = model.generation_config if sampled else None
+    generator = Watched(draft, len(tokenizer) + 3, tokenizer, foreign, generation_config=config, max_length=ids.shape[1] + 30)
+    model._get_candidate_generator = lambda **kwargs: generator
+    output = model.generate(ids, **settings, prompt_lookup_num_tokens=5)
+    assert any(number > 0 and drawn == sampled for number, drawn in drafted)
+    if not sampled:
+        del model._get_candidate_generator
+        assert torch.equal(output, model.generate(ids, **settings))
+    with pytest.raises(ValueError, match="use_heterogeneous_vocab"):
+        assistgen.UniversalCandidateGenerator(draft, 10, tokenizer, foreign, use_heterogeneous_vocab=False)

@@ -10,10 +10,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..config import SpeculationConfig
 from ..control import DepthController, ForwardCosts
+from ..stats import SpeculationStats
+from ..translation import translation_of
 from .base import Draft, Drafter, Plan
 from .draft_model import DraftMemory, DraftModelDrafter, draft_warpers
 from .ngram import NGramDrafter
 from .suffix import SuffixDrafter
+from .universal import UniversalDrafter
 
 
 class _OneRowGenerator(CandidateGenerator):
@@ -162,6 +165,65 @@ class DraftModelCandidateGenerator(_OneRowGenerator):
         def make_drafter() -> Drafter:
             warpers = draft_warpers(generation_config, None) if generation_config is not None else None
             return DraftModelDrafter(model, vocab_size, model.device, warpers, draft_confidence_threshold, memory)
+
+        super().__init__(make_drafter, num_speculative_tokens, max_length)
+
+
+class UniversalCandidateGenerator(_OneRowGenerator):
+    """
+    A draft model with a foreign tokenizer for transformers' own assisted decoding, one row. It drafts by text, or token for token where
+    the vocabularies hardly differ or the drafts are drawn.
+
+    Args:
+        model (`PreTrainedModel`): the draft model.
+        vocab_size (`int`): the target's.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): the target's and the draft model's.
+        num_speculative_tokens (`int`, defaults to 8): the most tokens drafted in a round.
+        draft_confidence_threshold (`float`, defaults to 0.4): a draft ends where the draft model's likeliest token is less likely.
+        use_heterogeneous_vocab (`bool`, *optional*): as in `SpeculationConfig`.
+        generation_config (`GenerationConfig`, *optional*): of the target's call, to draw drafts from the distribution that it describes;
+            `None` drafts the likeliest tokens.
+        max_length (`int`, *optional*): the sequence's final length, prompt included; drafts leave room for the target's own token.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        tokenizer: Any,
+        assistant_tokenizer: Any,
+        num_speculative_tokens: int = 8,
+        draft_confidence_threshold: float | None = 0.4,
+        use_heterogeneous_vocab: bool | None = None,
+        generation_config: Any = None,
+        max_length: int | None = None,
+    ):
+        SpeculationConfig(
+            method="draft_model",
+            model=model,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_confidence_threshold=draft_confidence_threshold,
+            use_heterogeneous_vocab=use_heterogeneous_vocab,
+        )  # checks them
+        if use_heterogeneous_vocab is False and translation_of(tokenizer, assistant_tokenizer) is not None:
+            raise ValueError("`use_heterogeneous_vocab=False`, and `assistant_tokenizer` differs from `tokenizer`.")
+        memory = DraftMemory()
+        warpers = draft_warpers(generation_config, None) if generation_config is not None else None
+
+        def make_inner(shared: Any = None, unsettled: int = 0) -> DraftModelDrafter:
+            size = model.get_input_embeddings().num_embeddings if unsettled and shared is None else vocab_size
+            return DraftModelDrafter(model, size, model.device, warpers, draft_confidence_threshold, memory, shared, unsettled)
+
+        def make_drafter() -> Drafter:
+            return UniversalDrafter(
+                make_inner,
+                (lambda: tokenizer, lambda: assistant_tokenizer),
+                SpeculationStats(),
+                warpers is not None,
+                use_heterogeneous_vocab,
+                model.config.model_type.startswith("gemma"),
+                frozenset(),
+            )
 
         super().__init__(make_drafter, num_speculative_tokens, max_length)
 

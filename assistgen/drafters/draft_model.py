@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 )
 
 from .. import compat
-from ..control import DepthController
+from ..control import DepthController, ForwardCosts
 from ..inputs import IMAGE_INPUTS, Inputs, placeholders
 from ..target import RowsApart, RowsInStep, Target, costs_of
 from ..tokens import TokenBuffer
@@ -55,12 +55,13 @@ class _Chain:
 
 class DraftMemory:
     """
-    What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn, and how often n-gram
-    guesses of the draft's own tokens are right.
+    What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn, how often n-gram guesses
+    of the draft's own tokens are right, and what a forward of a target's first layers costs (any other model's is known by the model).
     """
 
     def __init__(self) -> None:
         self.guesses = DepthController()
+        self.costs = ForwardCosts()
         self._kept: tuple[list[int], RowsInStep] | None = None
         self._lock = threading.Lock()
 
@@ -90,10 +91,11 @@ class DraftModelDrafter(Drafter):
         shared (`list[tuple[int, int]]`, *optional*): draft ids and the target's ids for the same tokens, where the vocabularies differ;
             only these are drafted, in the draft's ids, with distributions over the target's.
         unsettled (`int`): tokens at a text's end that may be written anew (`rewrite`).
+        takes_over_cache (`bool`): the model is the target's first layers, so that it can start on their part of the target's cache.
+        name (`str`): of the drafter.
         inputs (`Inputs`, *optional*): of the call; `None`: nothing but text.
     """
 
-    name = NAME
     is_free = False
 
     def __init__(
@@ -106,6 +108,8 @@ class DraftModelDrafter(Drafter):
         memory: DraftMemory | None = None,
         shared: list[tuple[int, int]] | None = None,
         unsettled: int = 0,
+        takes_over_cache: bool = False,
+        name: str = NAME,
         inputs: Inputs | None = None,
     ):
         model = without_wrapper(model)
@@ -124,13 +128,15 @@ class DraftModelDrafter(Drafter):
         if shared is not None:
             self._columns, self._target_ids = torch.tensor(shared, device=model.device).T.contiguous()
         self._unsettled = unsettled
+        self._takes_over_cache = takes_over_cache
+        self.name = name
         self._vocab_size = vocab_size
         self._device = device
         self._warpers = warpers
         self._threshold = confidence_threshold
         self._memory = memory
         self._guesses = memory.guesses if memory is not None else DepthController()
-        self._costs = costs_of(model)
+        self._costs = memory.costs if memory is not None and takes_over_cache else costs_of(model)
         self._indexes: list[NGramIndex] = []
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
@@ -164,11 +170,16 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
-        if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and not self._sees and len(self._texts) == 1:
+        if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and self._can_be_kept:
             runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
             runner.close()
+
+    @property
+    def _can_be_kept(self) -> bool:
+        """Whether the cache is one text's, and nothing else's."""
+        return len(self._texts) == 1 and not self._sees and not self._takes_over_cache
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         budget = plan.budget(self.name, max(max_tokens))
@@ -194,7 +205,7 @@ class DraftModelDrafter(Drafter):
 
     def _start(self) -> None:
         """The prompt's forward, or the part of it that a kept cache doesn't hold."""
-        kept = self._memory.take() if self._memory is not None and len(self._texts) == 1 and not self._sees else None
+        kept = self._memory.take() if self._memory is not None and self._can_be_kept else None
         if kept is not None:
             text, runner = kept
             shared, both = 0, min(len(text), len(self._texts[0]) - 1)
@@ -204,11 +215,30 @@ class DraftModelDrafter(Drafter):
                 runner.roll_back({0: shared})
                 self._runner, self._held, self._padding = runner, [shared], [0]
                 return
+        if self._takes_over_cache and self._on_targets_cache():
+            return
         self._runner = self._conditioned() if self._sees else self._on_text()
         self._runner.prefill()
         self.num_forwards += 1
         fed = self._runner.tokens.prompt_length
         self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
+
+    def _on_targets_cache(self) -> bool:
+        """The first layers make of a text what they have made of it as a part of the target, if that can be read."""
+        cache: Any = self._inputs.cache() if self._inputs is not None and len(self._texts) == 1 else None
+        if not compat.keeps_everything(cache):
+            return False
+        held, ids = compat.length_of(cache), torch.tensor(self._texts)
+        if not 0 < held < ids.shape[1]:
+            return False
+        ours = DynamicCache()
+        for i in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
+            ours.update(cache.layers[i].keys, cache.layers[i].values, i)
+        model_kwargs = self._text_kwargs(torch.ones(1, held, dtype=torch.long, device=self.model.device), ours)
+        runner = self._make_runner(RowsInStep, ids[:, :held].to(self.model.device), model_kwargs)
+        runner.adopt()
+        self._runner, self._held, self._padding = runner, [held], [0]
+        return True
 
     def _on_text(self) -> Target:
         """
@@ -222,13 +252,14 @@ class DraftModelDrafter(Drafter):
         # All but the last token: the first round's forward takes it in, as every round's does.
         ids = ids[:, : max(1, width - 1)]
         mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
-        model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: DynamicCache()}
-        if self.model._supports_logits_to_keep():
-            model_kwargs["logits_to_keep"] = 1
-        model_kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
-        model_kwargs["attention_mask"] = mask
+        model_kwargs = self._text_kwargs(mask, DynamicCache())
         apart = len(self._texts) > 1 and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
         return self._make_runner(RowsApart if apart else RowsInStep, ids, model_kwargs)
+
+    def _text_kwargs(self, mask: torch.Tensor, cache: Any) -> dict[str, Any]:
+        model_kwargs = {"use_cache": True, compat.CACHE: cache, "attention_mask": mask}
+        model_kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+        return model_kwargs | ({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {})
 
     def _conditioned(self) -> Target:
         """A model that is given what the target was given, in its own way: images, or the encoder's input."""
@@ -259,7 +290,7 @@ class DraftModelDrafter(Drafter):
             model_kwargs["encoder_attention_mask"] = mask
         return self._make_runner(RowsInStep, ids, model_kwargs)
 
-    def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Target:
+    def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
         return kind(self.model, TokenBuffer(ids), _SETTINGS, model_kwargs, returns_cache=False, rows_come_back=kind is RowsApart)
 
     @contextmanager
