@@ -61,32 +61,30 @@ class Page:
     def launch(self, **kwargs: Any) -> Any:
         """As `Blocks.launch`, with this page's looks."""
         theme = gr.themes.Default(primary_hue="blue", font=SYSTEM_FONTS, font_mono=SYSTEM_MONO)
-        return self.blocks.launch(theme=theme, css=view.CSS, footer_links=[], ssr_mode=False, **kwargs)
+        return self.blocks.launch(theme=theme, css=view.CSS, head=view.HEAD, footer_links=[], ssr_mode=False, **kwargs)
 
     # What is on the page
 
     def _header(self) -> None:
-        gr.HTML(
-            "<h1>assistgen</h1><p>The same model, the same answer, in fewer steps: guesses come cheap, the model keeps only what it "
-            "would have said itself.</p>",
-            elem_classes="ag-header",
-        )
-        self.status = gr.HTML(view.status(f"Loading {self.host.names[0]} …", "loading"))
+        self.header = gr.HTML(view.header(f"Loading {self.host.names[0]} …", "loading"), elem_id="header")
 
     def _controls(self) -> None:
         with gr.Row(equal_height=True):
-            self.drafter = gr.Dropdown(_choices(engine.DRAFTERS), value="auto", label="Drafter", min_width=140)
-            self.depth = gr.Dropdown(_choices(engine.DEPTHS), value="adaptive", label="Depth", min_width=140)
-            self.draft_model = gr.Dropdown([("none", NO_DRAFT_MODEL)], value=NO_DRAFT_MODEL, label="Draft model", min_width=140)
-            self.model = gr.Dropdown(self.host.names, value=self.host.names[0], label="Model", min_width=140)
+            self.drafter = gr.Dropdown(
+                [(label, name) for name, label in engine.DRAFTERS.items()], value="auto", label="Drafter", min_width=140
+            )
+            self.depth = gr.Dropdown(list(engine.DEPTHS), value="adaptive", label="Depth", min_width=140)
+            self.draft_model = gr.Dropdown([("none", NO_DRAFT_MODEL)], value=NO_DRAFT_MODEL, label="Draft model", min_width=180)
+            self.model = gr.Dropdown(self.host.names, value=self.host.names[0], label="Model", min_width=180)
         with gr.Accordion("System prompt and sampling", open=False):
             self.system = gr.Textbox(label="System prompt", lines=2, placeholder="The model's own, if empty")
             with gr.Row():
-                self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: greedy", min_width=140)
-                self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", info="1: all tokens", min_width=140)
-                self.top_k = gr.Slider(0, 100, 0, step=1, label="Top-k", info="0: all tokens", min_width=140)
-                self.length = gr.Slider(16, 1024, 256, step=16, label="Longest answer", info="tokens", min_width=140)
-                self.seed = gr.Number(0, precision=0, minimum=0, label="Seed", info="of sampling", min_width=140)
+                self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: greedy", min_width=200)
+                self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", info="1: all tokens", min_width=200)
+                self.top_k = gr.Slider(0, 100, 0, step=1, label="Top-k", info="0: all tokens", min_width=200)
+            with gr.Row():
+                self.length = gr.Slider(16, 1024, 256, step=16, label="Longest answer", info="tokens", min_width=200, scale=2)
+                self.seed = gr.Number(0, precision=0, minimum=0, label="Seed", info="of sampling", min_width=200)
         self.settings = [self.model, self.drafter, self.depth, self.draft_model, self.system, self.temperature, self.top_p, self.top_k,
                          self.length, self.seed]  # fmt: skip
 
@@ -107,7 +105,6 @@ class Page:
                     elem_id="message",
                 )
                 self.presets = self._presets()
-                self.clear = gr.Button("New conversation", size="sm", variant="secondary", elem_id="clear")
             with gr.Column(scale=2, min_width=300):
                 self.figures = gr.HTML(view.figures(None), elem_id="figures")
                 self.strip = gr.HTML(view.strip(None), elem_id="strip")
@@ -122,10 +119,12 @@ class Page:
     def _race(self) -> None:
         self.prompt = gr.Textbox(PRESETS[1].prompt, label="Prompt", lines=3, max_lines=6, elem_id="prompt")
         self.race_presets = self._presets()
-        with gr.Row():
-            self.run = gr.Button("Run the race", variant="primary", min_width=140, elem_id="run")
-            self.stop_race = gr.Button("Stop", min_width=90, elem_id="stop-race")
-            self.again = gr.Button("Replay", min_width=90, elem_id="again")
+        with gr.Row(elem_classes="ag-bottom"):
+            self.race_length = gr.Slider(16, 256, 96, step=16, label="Longest answer", info="tokens", min_width=200, scale=3)
+            with gr.Row(equal_height=True):
+                self.run = gr.Button("Run", variant="primary", min_width=80, elem_id="run")
+                self.stop_race = gr.Button("Stop", min_width=80, elem_id="stop-race")
+                self.again = gr.Button("Replay", min_width=80, elem_id="again")
         self.lanes = gr.HTML(view.race(None), elem_id="lanes")
 
     @staticmethod
@@ -136,7 +135,7 @@ class Page:
     # What happens
 
     def _wire(self) -> None:
-        loading = {"inputs": self.model, "outputs": [self.status, self.draft_model], **QUIET}
+        loading = {"inputs": self.model, "outputs": [self.header, self.draft_model], **QUIET}
         self.blocks.load(self._load, **loading)
         self.model.change(self._load, **loading)
         self.blocks.unload(self._leave)
@@ -146,7 +145,6 @@ class Page:
         self.chatbot.retry(self._retry, self.settings, api_visibility="private", **asking)
         self.chatbot.edit(self._edit, self.settings, api_visibility="private", **asking)
         self.chatbot.undo(self._undo, None, self.shown, **QUIET)
-        self.clear.click(self._clear, None, self.shown, **QUIET)
         self.chatbot.clear(self._clear, None, self.shown, **QUIET)
         self.box.stop(self._stop, queue=False, **QUIET)
         self.way.change(self._look, self.way, self.tokens, **QUIET)
@@ -154,21 +152,21 @@ class Page:
             for preset, button in zip(PRESETS, buttons, strict=True):
                 button.click(lambda preset=preset: (preset.prompt, preset.temperature), None, [box, self.temperature], **QUIET)
 
-        self.run.click(self._run_race, [self.prompt, *self.settings], self.lanes, **QUIET)
+        self.run.click(self._run_race, [self.prompt, *self.settings[:-2], self.race_length, self.seed], self.lanes, **QUIET)
         self.stop_race.click(self._stop_race, queue=False, **QUIET)
         self.again.click(None, js=RESTART)
 
     def _load(self, name: str) -> Iterator[tuple[Any, Any]]:
         if not self.host.is_ready(name):
-            yield view.status(f"Loading {name}: the first time on a machine this can take minutes …", "loading"), gr.skip()
+            yield view.header(f"Loading {name}: the first time on a machine this can take minutes …", "loading"), gr.skip()
         try:
             loaded = self.host.load(name)
             drafts = self.host.draft_models(name)
         except engine.DemoError as error:
-            yield view.status(str(error), "failed"), gr.skip()
+            yield view.header(str(error), "failed"), gr.skip()
             return
         choices = [("none", NO_DRAFT_MODEL), *((draft + (" (itself: no gain)" if draft == name else ""), draft) for draft in drafts)]
-        yield view.status(f"Ready: {loaded.description}"), gr.update(choices=choices, value=NO_DRAFT_MODEL)
+        yield view.header(f"Ready: {loaded.description}"), gr.update(choices=choices, value=NO_DRAFT_MODEL)
 
     def _leave(self, request: gr.Request) -> None:
         self.visitors.leave(request.session_hash)
@@ -257,10 +255,6 @@ class Page:
 
     def _stop_race(self, request: gr.Request) -> None:
         self.visitors[request.session_hash].stop_race()
-
-
-def _choices(labels: dict[str, str]) -> list[tuple[str, str]]:
-    return [(label, value) for value, label in labels.items()]
 
 
 def _index(data: Any) -> int:

@@ -38,12 +38,10 @@ DRAFTERS = {
     PLAIN: "none (plain decoding)",
 }
 """What a visitor may draft with, and its label."""
-DEPTHS = {
-    "adaptive": "adaptive (by cost and acceptance)",
-    "constant": "constant (always 15)",
-    "heuristic": "heuristic (two more, one less)",
-    "confidence": "confidence (likely tokens only)",
-}
+ENOUGH_STEPS = 8
+"""A plain speed is the mean of at least so many steps."""
+DEPTHS = ("adaptive", "constant", "heuristic", "confidence")
+"""How deep to draft: see `SpeculationConfig`."""
 
 
 class DemoError(Exception):
@@ -57,7 +55,7 @@ class Settings:
 
     Attributes:
         drafter (`str`): a key of `DRAFTERS`.
-        depth (`str`): a key of `DEPTHS`.
+        depth (`str`): one of `DEPTHS`.
         draft_model (`str`, *optional*): name of the draft model.
         system (`str`): system prompt; empty: the chat template's own.
         temperature (`float`): 0 decodes greedily.
@@ -119,11 +117,22 @@ class Round:
 
 @dataclass(frozen=True)
 class PlainSpeed:
-    """A measurement of plain decoding: seconds a token, at so many tokens of context, and when (`monotonic()`)."""
+    """
+    A measurement of plain decoding.
+
+    Attributes:
+        seconds (`float`): a token, on average.
+        steps (`int`): so many were measured,
+        context (`int`): at about so many tokens of context,
+        at (`float`): at this time (`monotonic()`).
+        own (`bool`): in the answer itself: its rounds that verified no draft.
+    """
 
     seconds: float
+    steps: int
     context: int
     at: float
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,19 @@ class Answer:
         self.text += "".join(pieces)
 
     @property
+    def plain_steps(self) -> list[float]:
+        """Seconds of each round that verified no draft, the prompt's not among them: what plain decoding does, and at the same time."""
+        return [each.seconds for each in self.rounds[1:] if not each.drafted]
+
+    @property
+    def plain_speed(self) -> PlainSpeed | None:
+        """From the answer's own plain steps if they are enough, otherwise from `plain`."""
+        steps = self.plain_steps
+        if len(steps) < ENOUGH_STEPS:
+            return self.plain
+        return PlainSpeed(statistics.fmean(steps), len(steps), self.prompt_tokens + len(self.ids), monotonic(), own=True)
+
+    @property
     def times(self) -> list[float]:
         """For each token the seconds from the request to it."""
         times, now = [], 0.0
@@ -215,11 +237,12 @@ class Answer:
         gaps = [gap for each in steps for gap in [each.seconds, *[0.0] * (len(each.tokens) - 1)]]
         seconds = sum(each.seconds for each in steps)
         rate = len(gaps) / seconds if seconds else None
+        plain = self.plain_speed
         return Figures(
             tokens=tokens,
             rate=rate,
-            plain=self.plain,
-            speedup=rate * self.plain.seconds if rate and self.plain else None,
+            plain=plain,
+            speedup=rate * plain.seconds if rate and plain else None,
             drafted=drafted,
             accepted=accepted,
             mean_acceptance_length=1 + accepted / len(drafts) if drafts else 1.0,
@@ -269,7 +292,7 @@ class LoadedModel:
     def record_plain(self, context: int, seconds: list[float]) -> None:
         """Plain steps (no prefill) at about so many tokens of context took so many seconds each."""
         if seconds:
-            self._speeds.append(PlainSpeed(statistics.median(seconds), context, monotonic()))
+            self._speeds.append(PlainSpeed(statistics.fmean(seconds), len(seconds), context, monotonic()))
 
     def plain_speed(self, context: int) -> PlainSpeed | None:
         """The newest measurement of those at the nearest context."""
@@ -349,7 +372,7 @@ class Host:
             decode = Decode(loaded, ids, speculation, Settings(max_new_tokens=tokens), None)
             while decode.advance():
                 pass
-        loaded.record_plain(len(ids), [each.seconds for each in decode.answer.rounds[1:]])
+        loaded.record_plain(len(ids), decode.answer.plain_steps)
 
     def draft_models(self, target: str) -> list[str]:
         """Names of the models whose tokenizer is the target's: those that are smaller, and the target itself."""
@@ -678,10 +701,10 @@ class Conversation:
         return self.speculator
 
     def _measure(self, loaded: LoadedModel, decode: Decode, settings: Settings) -> Iterator[Answer]:
-        """Plain speed at this context: from the answer itself if it was plain, otherwise by decoding its end again, plainly."""
+        """Plain speed at this context: from the answer's own plain steps, or by decoding its end again, plainly."""
         answer, context = decode.answer, len(decode.sequence)
-        if decode.answer.drafter == PLAIN:
-            loaded.record_plain(context, [each.seconds for each in answer.rounds[1:]])
+        if len(answer.plain_steps) >= ENOUGH_STEPS:
+            loaded.record_plain(context, answer.plain_steps)
         elif answer.state == "done" and len(answer.ids) > self.MEASURED_TOKENS and not loaded.knows_plain_speed(context):
             answer.state = "measuring"
             yield answer
@@ -692,7 +715,7 @@ class Conversation:
             for _ in self._rounds(plain):
                 if perf_counter() - start > self.MEASURED_S:
                     break
-            loaded.record_plain(context, [each.seconds for each in plain.answer.rounds[1:]])
+            loaded.record_plain(context, plain.answer.plain_steps)
             answer.state = "done"
         answer.plain = loaded.plain_speed(context)
         yield answer

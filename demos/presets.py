@@ -38,9 +38,9 @@ def cheapest(items):
     return min(items, key=lambda item: item.price)
 ```"""
 
-_DOCUMENT = """The old lighthouse stood on a rocky cliff above the sea. Every evening, the keeper climbed ninety-nine steps to light the lamp. \
-Ships far away could see the beam and steer clear of the rocks. One stormy night, the lamp went out, and the keeper had to carry \
-a lantern up the stairs. He stood there until morning, waving the light back and forth, and not a single ship was lost.
+_DOCUMENT = """The old lighthouse stood on a rocky cliff above the sea. Every evening, the keeper climbed ninety-nine steps to light the \
+lamp. Ships far away could see the beam and steer clear of the rocks. One stormy night, the lamp went out, and the keeper had to carry a \
+lantern up the stairs. He stood there until morning, waving the light back and forth, and not a single ship was lost.
 
 What happened on the stormy night? Quote the sentences of the text that say it."""
 

@@ -12,29 +12,36 @@ from .engine import DRAFTERS, PLAIN, TARGET, Answer, Figures, Race, Round
 LABELS = {TARGET: "target model", **{name: label for name, label in DRAFTERS.items() if name != PLAIN}}
 SOURCES = (TARGET, "suffix", "ngram", "draft_model")
 
+HEAD = '<style>@property --ag-tenths { syntax: "<integer>"; inherits: false; initial-value: 0; }</style>'
+"""What counts up in a clock; Gradio drops such rules from `CSS`."""
+
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
-.gradio-container .prose h1 { font-size: 1.35rem; margin: 0; }
-footer { display: none !important; }
+.gradio-container .html-container { padding: 0 !important; }
+footer:not(.ag footer) { display: none !important; }
+.ag-bottom { align-items: end; }
+.ag-presets { gap: 0.4rem !important; }
+.ag-presets button { flex: 0 0 auto !important; width: auto; min-width: 0 !important; white-space: nowrap; font-weight: 400; }
 .ag {
   --plain: #55606e; --suffix: #0072b2; --ngram: #b35900; --draft_model: #00805c; --bad: #b3261e; --good: #00704a; --tint: 16%;
-  --track: #e3e6ea; --faint: #5b6472; --line: #d7dbe0; --panel: #ffffff;
+  --track: #e3e6ea; --faint: #5b6472; --line: var(--border-color-primary); --panel: var(--block-background-fill);
   color: var(--body-text-color); font-size: 0.9rem; line-height: 1.5;
 }
 .dark .ag {
   --plain: #a4afbd; --suffix: #63b8f2; --ngram: #f0a54a; --draft_model: #45cfa0; --bad: #ff8a80; --good: #5fd9a6; --tint: 24%;
-  --track: #333a45; --faint: #a4adba; --line: #3a424e; --panel: #1b1f27;
+  --track: #3f434b; --faint: #a9b0bb;
 }
 .ag :focus-visible { outline: 2px solid var(--suffix); outline-offset: 1px; border-radius: 3px; }
 .ag .faint { color: var(--faint); }
 .ag .caption { color: var(--faint); font-size: 0.8rem; }
+.ag h1 { font-size: 1.35rem; margin: 0; line-height: 1.4; }
+.ag p { margin: 0; }
 .ag h3 { font-size: 0.82rem; font-weight: 600; margin: 0 0 0.35rem; color: var(--body-text-color); }
 
-.ag.status { display: flex; align-items: center; gap: 0.5rem; min-height: 1.5rem; font-size: 0.85rem; color: var(--faint); }
-.ag.status b { width: 0.6rem; height: 0.6rem; border-radius: 50%; background: var(--good); flex: none; }
-.ag.status.loading b { background: var(--ngram); animation: ag-pulse 1s ease-in-out infinite alternate; }
-.ag.status.failed b { background: var(--bad); }
-@keyframes ag-pulse { to { opacity: 0.25; } }
+.ag .status { display: flex; align-items: baseline; gap: 0.5rem; min-height: 1.6rem; font-size: 0.85rem; color: var(--faint); }
+.ag .status b { width: 0.6rem; height: 0.6rem; border-radius: 50%; background: var(--good); flex: none; }
+.ag .status.loading b { background: var(--ngram); }
+.ag .status.failed b { background: var(--bad); }
 
 .ag .tiles { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1px; background: var(--line);
   border: 1px solid var(--line); border-radius: 8px; overflow: hidden; }
@@ -43,8 +50,8 @@ footer { display: none !important; }
 .ag .tile dt { font-size: 0.76rem; color: var(--faint); margin: 0; white-space: nowrap; }
 .ag .tile dd { margin: 0; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; line-height: 1.4; }
 .ag .tile.wide dd { font-size: 1.75rem; line-height: 1.25; }
-.ag .tile p { margin: 0; font-size: 0.74rem; color: var(--faint); line-height: 1.3; min-height: 1.3em; }
-.ag .note { min-height: 2.6em; margin: 0.4rem 0 0; font-size: 0.76rem; line-height: 1.3; color: var(--faint); }
+.ag .tile p { font-size: 0.74rem; color: var(--faint); line-height: 1.3; min-height: 1.3em; }
+.ag .note { min-height: 3.9em; margin: 0.4rem 0 0; font-size: 0.76rem; line-height: 1.3; color: var(--faint); }
 
 .ag .strip { display: block; width: 100%; height: 64px; border-bottom: 1px solid var(--line); }
 .ag .strip .drafted { fill: var(--track); }
@@ -54,7 +61,8 @@ footer { display: none !important; }
 
 .ag .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 0.9rem; font-size: 0.8rem; margin: 0 0 0.4rem; padding: 0; list-style: none; }
 .ag .tokens { position: relative; border: 1px solid var(--line); border-radius: 8px; background: var(--panel); overflow: hidden; }
-.ag .scroll { height: 15rem; overflow-y: auto; padding: 0.6rem 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.75; }
+.ag .scroll { height: 15rem; overflow-y: auto; display: flex; flex-direction: column-reverse; /* stays at its end while it grows */
+  padding: 0.6rem 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.75; }
 .ag .bar, .ag .detail { min-height: 2.1rem; padding: 0.3rem 0.8rem; font-size: 0.8rem; border-top: 1px solid var(--line); }
 .ag .bar { color: var(--faint); }
 .ag .detail { display: none; position: absolute; left: 0; right: 0; bottom: 0; background: var(--panel); color: var(--body-text-color);
@@ -72,19 +80,19 @@ footer { display: none !important; }
 .ag s { color: var(--bad); text-decoration-thickness: 2px; }
 .ag .special { color: var(--faint); font-size: 0.72em; border: 1px solid var(--line); border-radius: 4px; padding: 0 0.25em;
   white-space: nowrap; }
+.ag .scroll > div { flex: 1 0 auto; }
 .ag .scroll ol { list-style: none; margin: 0; padding: 0; }
 .ag .scroll li { display: grid; grid-template-columns: 8.6rem minmax(0, 1fr); gap: 0.6rem; border-bottom: 1px solid var(--line);
   padding: 0.1rem 0; }
 .ag .scroll li > .caption { line-height: 1.75rem; white-space: nowrap; }
 
-.ag table.facts { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+.ag table.facts { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; border: 0 !important; margin: 0; }
 .ag .facts th { text-align: left; font-weight: 500; color: var(--faint); vertical-align: top; padding: 0.25rem 0.8rem 0.25rem 0;
   width: 9rem; border: 0; }
 .ag .facts td { padding: 0.25rem 0; border: 0; overflow-wrap: anywhere; }
-.ag .facts tr { border-bottom: 1px solid var(--line); }
+.ag .facts tr { border: 0; border-bottom: 1px solid var(--line); }
 .ag .facts tr:last-child { border-bottom: 0; }
 
-@property --ag-tenths { syntax: "<integer>"; inherits: false; initial-value: 0; }
 .ag .verdict { min-height: 3.4rem; display: flex; flex-wrap: wrap; align-items: center; gap: 0.3rem 1.4rem; }
 .ag .verdict strong { font-size: 1.5rem; font-variant-numeric: tabular-nums; }
 .ag .check { font-weight: 600; color: var(--good); }
@@ -93,9 +101,8 @@ footer { display: none !important; }
 .ag .lane { border: 1px solid var(--line); border-radius: 8px; background: var(--panel); overflow: hidden; min-width: 0; }
 .ag .lane header { display: flex; justify-content: space-between; gap: 0.5rem; padding: 0.45rem 0.8rem; font-weight: 600; }
 .ag .lane header span { font-variant-numeric: tabular-nums; }
-.ag .lane .scroll { height: 19rem; }
-.ag .lane footer { display: block !important; padding: 0.4rem 0.8rem; border-top: 1px solid var(--line); font-size: 0.8rem; min-height: 2.1rem;
-  color: var(--faint); }
+.ag .lane .scroll { height: 19rem; display: block; }
+.ag .lane footer { padding: 0.4rem 0.8rem; border-top: 1px solid var(--line); font-size: 0.8rem; min-height: 2.1rem; color: var(--faint); }
 .ag .track { height: 4px; background: var(--track); }
 .ag .track i { display: block; height: 100%; background: var(--plain); transform-origin: left; transform: scaleX(0); }
 .ag .lane.fast .track i { background: var(--suffix); }
@@ -113,13 +120,18 @@ footer { display: none !important; }
   .ag .scroll li { grid-template-columns: minmax(0, 1fr); gap: 0; }
   .ag .lane .scroll { height: 11rem; }
   .ag .facts th { width: 6.5rem; }
+  .ag .tile dd { font-size: 1.1rem; }
 }
 """
 
 
-def status(text: str, state: str = "ready") -> str:
-    """One line with a dot; `state`: `"ready"`, `"loading"` or `"failed"`."""
-    return f'<div class="ag status {state}" role="status"><b></b><span>{escape(text)}</span></div>'
+def header(text: str, state: str = "ready") -> str:
+    """Title and status line; `state`: `"ready"`, `"loading"` or `"failed"`."""
+    return (
+        '<div class="ag"><h1>assistgen</h1><p>The same model and the same answer in fewer steps: guesses are cheap, and the model '
+        f'keeps only what it would have said itself.</p><div class="status {state}" role="status"><b></b>'
+        f"<span>{escape(text)}</span></div></div>"
+    )
 
 
 # The tokens of an answer
@@ -150,8 +162,8 @@ def tokens(answer: Answer | None, way: str) -> str:
     if not rounds:
         inner = '<span class="faint">The next answer is shown here, token by token.</span>'
     return (
-        f'<div class="ag">{legend()}<div class="tokens"><div class="scroll" tabindex="0" aria-label="Tokens by origin">{inner}</div>'
-        f'<div class="bar">{hint}</div></div></div>'
+        f'<div class="ag">{legend()}<div class="tokens"><div class="scroll" tabindex="0" aria-label="Tokens by origin">'
+        f'<div>{inner}</div></div><div class="bar">{hint}</div></div></div>'
     )
 
 
@@ -163,9 +175,11 @@ def _round(number: int, each: Round) -> str:
     refused = " refused" if each.rejected else ""
     last = len(each.tokens) - 1
     spans = "".join(_token(token, refused if i == last else "") for i, token in _merged(each))
-    story = f"{_headline(number, each)}"
+    story = f"Round {_headline(number, each)}"
+    if each.drafted:
+        story += " drafted tokens accepted"
     if each.rejected:
-        story += f" · rejected: <s>{escape(each.rejected)}</s>"
+        story += f"; rejected: <s>{escape(each.rejected)}</s>"
     focus = ' tabindex="0"' if each.drafted else ""
     return f'<span class="round"{focus}>{spans}<span class="detail" role="note">{story}</span></span>'
 
@@ -214,7 +228,8 @@ def strip(answer: Answer | None) -> str:
     return (
         f'<div class="ag"><h3>Drafted and accepted, round by round</h3><svg class="strip" viewBox="0 0 {slots} {deepest}" '
         f'preserveAspectRatio="none" role="img" aria-label="{told}">{"".join(bars)}</svg>'
-        f'<div class="axis"><span>height: tokens drafted, 0 to {deepest}; coloured: accepted</span><span>{len(rounds)} rounds</span></div></div>'
+        f'<div class="axis"><span>height: drafted, up to {deepest}; coloured: accepted</span>'
+        f"<span>{len(rounds)} rounds</span></div></div>"
     )
 
 
@@ -228,8 +243,8 @@ def _bar(slot: int, height: float, deepest: int, style: str) -> str:
 def figures(answer: Answer | None) -> str:
     told = answer.figures if answer else None
     plain = told.plain if told else None
-    drafted = f"{told.accepted} of {told.drafted} drafted tokens" if told else ""
-    read = f"{told.prompt_tokens} tokens read, {told.cached_tokens} of them cached" if told else "prompt tokens read, and cached"
+    drafted = f"{told.accepted} of {told.drafted} drafted tokens" if told else "of drafted tokens"
+    forwards = f"{told.forwards} forwards for {told.tokens} tokens" if told else "forwards for tokens"
     return (
         '<div class="ag"><dl class="tiles">'
         '<div class="tile wide"><div>'
@@ -243,13 +258,11 @@ def figures(answer: Answer | None) -> str:
         + _tile(
             "acceptance length", _number(told.mean_acceptance_length if told and told.drafted else None, ".1f"), "tokens a drafted round"
         )
-        + _tile("first token", _seconds(told and told.ttft), read)
-        + _tile("between tokens", f"{_ms(told and told.itl_p50)} / {_ms(told and told.itl_p95)}", "p50 / p95; 0 inside a draft")
+        + _tile("first token", _seconds(told and told.ttft), "after the prompt was read")
+        + _tile("between tokens", _between(told), "p50 / p95; 0 inside a draft")
+        + _tile("target forwards saved", str(told.forwards_saved) if told else "–", forwards)
         + _tile(
-            "target forwards saved", str(told.forwards_saved) if told else "–", f"{told.forwards} for {told.tokens} tokens" if told else ""
-        )
-        + _tile(
-            "tokens", str(told.tokens) if told else "–", f"{told.waited:.1f} s waited for others" if told and told.waited >= 0.1 else ""
+            "prompt from the cache", f"{told.cached_tokens} / {told.prompt_tokens}" if told else "–", "tokens, kept since the last turn"
         )
         + f'</dl><p class="note">{_origin(told)}</p></div>'
     )
@@ -266,16 +279,20 @@ def _entry(name: str, value: str, note: str) -> str:
 def _progress(answer: Answer | None) -> str:
     if answer is None:
         return "after the first token"
-    return {"running": "answering …", "measuring": "measuring plain decoding …", "stopped": "stopped", "done": "done"}[answer.state]
+    doing = {"running": "so far", "measuring": "now measuring plain decoding", "stopped": "stopped", "done": "done"}[answer.state]
+    return f"{len(answer.ids)} tokens, {doing}"
 
 
 def _origin(told: Figures | None) -> str:
     """Where the speed-up comes from, in words."""
     if told is None or told.plain is None:
         return "The speed-up is measured: plain decoding runs on this machine at a similar context."
+    waited = f" {told.waited:.1f} s of waiting for other visitors are not counted." if told.waited >= 0.5 else ""
+    if told.plain.own:
+        return f"Plain: the mean of the {told.plain.steps} rounds of this answer that verified no draft.{waited}"
     ago = monotonic() - told.plain.at
     when = "just now" if ago < 5 else f"{ago:.0f} s ago"
-    return f"Plain decoding was measured on this machine {when}, at {told.plain.context} tokens of context, with the same model."
+    return f"Plain: {told.plain.steps} steps of plain decoding, measured {when} at {told.plain.context} tokens of context.{waited}"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -286,8 +303,10 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} s"
 
 
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{1000 * value:.0f} ms" if value else "0"
+def _between(told: Figures | None) -> str:
+    if told is None or told.itl_p50 is None:
+        return "–"
+    return f"{1000 * told.itl_p50:.0f} / {1000 * told.itl_p95:.0f} ms"
 
 
 # What the controller chose
@@ -331,7 +350,12 @@ def _learned(learned: dict[str, Any]) -> list[tuple[str, str]]:
         told = ", ".join(f"{width} tokens {cost:.1f}" for width, cost in wider.items())
         rows.append(("cost of a forward", f"in plain steps, measured: {told}"))
     if learned["strategy"] == "adaptive":
-        rows.append(("pace of late", f"{learned['speedup']:.2f}× plain; a draft is verified where it is expected to bring more than that"))
+        rows.append(
+            (
+                "pace of late",
+                f"{learned['speedup']:.2f}× plain by the controller's own count; a draft is verified where it is expected to bring more",
+            )
+        )
     rows += [
         (LABELS.get(source, source), "rests: its rounds brought less than plain steps would have; tried again now and then")
         for source in learned["idle"]
@@ -352,7 +376,7 @@ def race(each: Race | None) -> str:
     if each is None:
         verdict = '<span class="faint">Run a race to see plain and speculative decoding side by side.</span>'
         return _lanes(verdict, _lane("plain", "plain"), _lane("with speculation", "fast"))
-    fast = f"with {LABELS[each.drafter]}"
+    fast = f"with speculation ({LABELS[each.drafter]})"
     if each.state == "done" and each.plain is not None and each.fast is not None:
         verdict = f"<strong>{each.speedup:.2f}× as fast</strong>{_check(each)}"
         return _lanes(verdict, _replay("plain", "plain", each.plain), _replay(fast, "fast", each.fast))
