@@ -38,14 +38,16 @@ class Page:
 
     Args:
         host (`Host`): the models.
+        max_new_tokens (`int`): the longest answer, until a visitor chooses.
 
     Attributes:
         blocks (`gr.Blocks`): to be launched.
         visitors (`Visitors`): who is there.
     """
 
-    def __init__(self, host: engine.Host):
+    def __init__(self, host: engine.Host, max_new_tokens: int = 256):
         self.host = host
+        self._max_new_tokens = max_new_tokens
         self.visitors = engine.Visitors(host)
         with gr.Blocks(title="assistgen", analytics_enabled=False) as self.blocks:
             self._header()
@@ -83,7 +85,9 @@ class Page:
                 self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", info="1: all tokens", min_width=200)
                 self.top_k = gr.Slider(0, 100, 0, step=1, label="Top-k", info="0: all tokens", min_width=200)
             with gr.Row():
-                self.length = gr.Slider(16, 1024, 256, step=16, label="Longest answer", info="tokens", min_width=200, scale=2)
+                self.length = gr.Slider(
+                    8, 1024, self._max_new_tokens, step=8, label="Longest answer", info="tokens", min_width=200, scale=2
+                )
                 self.seed = gr.Number(0, precision=0, minimum=0, label="Seed", info="of sampling", min_width=200)
         self.settings = [self.model, self.drafter, self.depth, self.draft_model, self.system, self.temperature, self.top_p, self.top_k,
                          self.length, self.seed]  # fmt: skip
@@ -120,7 +124,9 @@ class Page:
         self.prompt = gr.Textbox(PRESETS[1].prompt, label="Prompt", lines=3, max_lines=6, elem_id="prompt")
         self.race_presets = self._presets()
         with gr.Row(elem_classes="ag-bottom"):
-            self.race_length = gr.Slider(16, 256, 96, step=16, label="Longest answer", info="tokens", min_width=200, scale=3)
+            self.race_length = gr.Slider(
+                8, 256, min(96, self._max_new_tokens), step=8, label="Longest answer", info="tokens", min_width=200, scale=3
+            )
             with gr.Row(equal_height=True):
                 self.run = gr.Button("Run", variant="primary", min_width=80, elem_id="run")
                 self.stop_race = gr.Button("Stop", min_width=80, elem_id="stop-race")
@@ -283,9 +289,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bfloat16 where it is fast")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=7860, help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, help="the longest answer, until a visitor chooses (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     transformers.logging.disable_progress_bar()
-    page = Page(engine.Host(engine.local_models(arguments.model), arguments.dtype))
+    page = Page(engine.Host(engine.local_models(arguments.model), arguments.dtype), arguments.max_new_tokens)
     # The page is there at once and says that the weights are loading.
     threading.Thread(target=page.host.load, args=[arguments.model[0]], daemon=True).start()
     page.launch(server_name=arguments.host, server_port=arguments.port)

@@ -21,7 +21,7 @@ class Preset:
     temperature: float = 0.0
 
 
-_CODE = """Rename the variable `items` to `prices` in this code. Write out the whole code.
+_CODE = """Correct the typing mistakes in this code. If there are none, repeat it unchanged.
 
 ```python
 def total(items, tax):
@@ -44,18 +44,35 @@ lantern up the stairs. He stood there until morning, waving the light back and f
 
 What happened on the stormy night? Quote the sentences of the text that say it."""
 
-_JSON = """Write these people as a JSON list of objects with the keys "name", "age", "city" and "profession".
+_JSON = """Check this JSON. If there are no mistakes, repeat it unchanged.
 
-Ada, 36, London, engineer
-Blaise, 39, Paris, engineer
-Carl, 41, Berlin, teacher
-Dora, 29, Vienna, teacher
-Emil, 52, Zurich, doctor"""
+{
+  "people": [
+    {
+      "name": "Ada",
+      "born": 1815,
+      "city": "London",
+      "profession": "engineer"
+    },
+    {
+      "name": "Blaise",
+      "born": 1623,
+      "city": "Paris",
+      "profession": "engineer"
+    },
+    {
+      "name": "Carl",
+      "born": 1777,
+      "city": "Berlin",
+      "profession": "teacher"
+    }
+  ]
+}"""
 
 PRESETS = [
     Preset("Edit code", "a win", _CODE),
     Preset("Quote a document", "a win", _DOCUMENT),
-    Preset("Write JSON", "a win", _JSON),
+    Preset("Check JSON", "a win", _JSON),
     Preset("Chat", "an even match", "Write a short story about a lighthouse keeper who finds a message in a bottle."),
     Preset("Random text", "a loss avoided", "Write nonsense: words that don't belong together, none of them twice.", temperature=1.4),
 ]

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from demos.engine import Answer, Conversation, DemoError, PlainSpeed, Race, Roun
 NAME = "smollm2-135m"
 LIST = "Repeat this list: red, green, blue, red, green, blue, red, green, blue"
 SHORT = Settings(max_new_tokens=12)
-WORDS = ("sun", "sea", "sky", "tree", "rain", "snow", "wind", "fire", "moon", "star")
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +125,6 @@ def test_a_second_answer_ends_the_first(host):
     answer = told(conversation, LIST)
     thread.join(60)
     assert stale.state == "stopped" and answer.state == "done" and conversation.answer is answer
-
-
-@pytest.mark.weights
-def test_ten_visitors_at_once_get_what_they_would_get_alone(host):
-    prompts = [f"Repeat this: {word}, {word} and {word}" for word in WORDS]
-    settings = Settings(max_new_tokens=8)
-    with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(lambda prompt: told(Conversation(host), prompt, settings).ids, prompts))
-    assert answers == [plainly(host, [{"role": "user", "content": prompt}], 8) for prompt in prompts]
 
 
 @pytest.mark.weights
