@@ -125,12 +125,11 @@ class Page:
         self.race_presets = self._presets()
         with gr.Row(elem_classes="ag-bottom"):
             self.race_length = gr.Slider(
-                8, 256, min(96, self._max_new_tokens), step=8, label="Longest answer", info="tokens", min_width=200, scale=3
+                8, 256, min(96, self._max_new_tokens), step=8, label="Longest answer", info="tokens", min_width=260, scale=4
             )
-            with gr.Row(equal_height=True):
-                self.run = gr.Button("Run", variant="primary", min_width=80, elem_id="run")
-                self.stop_race = gr.Button("Stop", min_width=80, elem_id="stop-race")
-                self.again = gr.Button("Replay", min_width=80, elem_id="again")
+            self.run = gr.Button("Run", variant="primary", min_width=80, elem_id="run")
+            self.stop_race = gr.Button("Stop", min_width=80, elem_id="stop-race")
+            self.again = gr.Button("Replay", min_width=80, elem_id="again")
         self.lanes = gr.HTML(view.race(None), elem_id="lanes")
 
     @staticmethod

@@ -39,7 +39,7 @@ DRAFTERS = {
 }
 """What a visitor may draft with, and its label."""
 ENOUGH_STEPS = 8
-"""A plain speed is the mean of at least so many steps."""
+"""A plain speed is the mean of at least so many steps, and no speed-up is told before so many tokens."""
 DEPTHS = ("adaptive", "constant", "heuristic", "confidence")
 """How deep to draft: see `SpeculationConfig`."""
 
@@ -242,7 +242,7 @@ class Answer:
             tokens=tokens,
             rate=rate,
             plain=plain,
-            speedup=rate * plain.seconds if rate and plain else None,
+            speedup=rate * plain.seconds if rate and plain and len(gaps) >= ENOUGH_STEPS else None,
             drafted=drafted,
             accepted=accepted,
             mean_acceptance_length=1 + accepted / len(drafts) if drafts else 1.0,

@@ -261,9 +261,7 @@ def figures(answer: Answer | None) -> str:
         + _tile("first token", _seconds(told and told.ttft), "after the prompt was read")
         + _tile("between tokens", _between(told), "p50 / p95; 0 inside a draft")
         + _tile("target forwards saved", str(told.forwards_saved) if told else "–", forwards)
-        + _tile(
-            "prompt from the cache", f"{told.cached_tokens} / {told.prompt_tokens}" if told else "–", "tokens, kept since the last turn"
-        )
+        + _tile("prompt from the cache", f"{told.cached_tokens} / {told.prompt_tokens}" if told else "–", "tokens, of the last turn")
         + f'</dl><p class="note">{_origin(told)}</p></div>'
     )
 

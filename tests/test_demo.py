@@ -31,7 +31,7 @@ PICTURE = Path(__file__).parents[1] / "demos" / "demo.png"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 COPY = "Repeat this list: red, green, blue, red, green, blue, red, green, blue, red, green, blue"
 LONG = "Tell me a long story about the sea."
-WAIT_MS = 120_000
+WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def send(page, text):
 
 def figure(page, name):
     """The value of one figure."""
-    return page.locator("#figures dt", has_text=name).locator("xpath=following-sibling::dd[1]").inner_text()
+    return page.locator(f"#figures dt:text-is('{name}')").locator("xpath=following-sibling::dd[1]").inner_text()
 
 
 def ends(page, state="done"):
@@ -138,18 +138,14 @@ def test_a_conversation(visit, demo):
     assert page.evaluate(places) == before  # nothing jumped
 
     # Tokens are coloured by where they come from, and a focused round tells its story.
-    page.locator("#tokens .t-suffix").first.wait_for()
-    assert page.locator("#tokens .t-target").count()
     colour = "element => getComputedStyle(element).backgroundColor"
-    assert page.locator("#tokens .t-suffix").last.evaluate(colour) != page.locator("#tokens .t-target").last.evaluate(colour)
+    assert page.locator(".round .t-suffix").last.evaluate(colour) != page.locator(".round .t-target").last.evaluate(colour)
     page.locator("#tokens .round[tabindex]").last.focus()
     assert page.locator("#tokens .detail:visible").inner_text().endswith("drafted tokens accepted")
     assert page.locator("#strip .f-suffix").count() and page.locator("#strip .plain-step").count()
-    assert figure(page, "speed-up").endswith("×") and figure(page, "prompt from the cache").startswith("0 /")
+    assert figure(page, "speed-up over plain").endswith("×") and figure(page, "prompt from the cache").startswith("0 /")
     page.locator("#controller", has_text="chosen in").wait_for()
     save(page, "chat")
-    if os.environ.get("DEMO_PICTURE"):
-        page.screenshot(path=PICTURE)
 
     # The second turn reads only what is new.
     send(page, "Again.")
@@ -227,6 +223,7 @@ def test_a_race(visit):
     assert page.locator("#lanes .check").inner_text() == "✓ identical output"
     # The replay runs in the browser: some tokens are there, others aren't yet; in the end all are.
     hidden = "() => [...document.querySelectorAll('#lanes .at')].filter(e => getComputedStyle(e).visibility == 'hidden').length"
+    page.wait_for_function(f"({hidden})() < 15")
     assert page.evaluate(hidden) > 0
     save(page, "race")
     page.wait_for_function(f"({hidden})() == 0")
@@ -250,7 +247,7 @@ def test_the_drafter_can_be_switched(visit):
     choose(page, "Draft model", f"{NAME} (itself: no gain)")
     choose(page, "Depth", "constant")
     send(page, COPY)
-    page.locator("#tokens .t-draft_model").first.wait_for()
+    page.locator("#tokens .round .t-draft_model").first.wait_for()
     ends(page)
     assert figure(page, "acceptance") == "100%"
 
@@ -264,8 +261,7 @@ def test_phone_in_the_dark_by_keyboard(visit):
     ends(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     save(page, "phone", full_page=True)
-    page.get_by_role("tab", name="Chat").focus()
-    page.keyboard.press("ArrowRight")
+    page.get_by_role("tab", name="Race").focus()
     page.keyboard.press("Enter")
     page.locator("#run").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -311,4 +307,15 @@ def test_ten_visitors_at_once_get_what_they_would_get_alone(demo):
         plain = demo.host.run(lambda ids=ids: loaded.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
                                                                     max_new_tokens=8, pad_token_id=2))  # fmt: skip
         assert [message["role"] for message in chat] == ["user", "assistant"]
-        assert chat[1]["content"][0]["text"] == loaded.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+        assert chat[1]["content"][0]["text"] == loaded.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+@pytest.mark.skipif("DEMO_PICTURE" not in os.environ, reason="the README's picture stays as it is without DEMO_PICTURE=1")
+def test_picture(visit):
+    page = visit(1180, 900)
+    set_length(page, 96)
+    page.get_by_role("button", name="Quote a document: a win").click()
+    page.wait_for_function("() => document.querySelector('#message textarea').value != ''")
+    page.locator("#message textarea").press("Enter")
+    ends(page)
+    page.screenshot(path=PICTURE, full_page=True)
