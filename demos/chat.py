@@ -226,7 +226,8 @@ class Page:
             gr.Warning(
                 "The answer failed. The conversation is still there: try again, or choose another drafter.", title="That didn't work"
             )
-        yield self._picture(conversation, gr.update(submit_btn=True, stop_btn=False))
+        # Another answer may have begun meanwhile: then the button is its business.
+        yield self._picture(conversation, gr.skip() if conversation.is_busy else gr.update(submit_btn=True, stop_btn=False))
 
     def _picture(self, conversation: engine.Conversation, box: Any, begins: bool = False) -> list[Any]:
         """The values of `shown`; `begins`: there is no answer yet to the last message."""
@@ -282,6 +283,13 @@ def _settings(values: tuple[Any, ...]) -> tuple[str, engine.Settings]:
     )
 
 
+def _load_first(host: engine.Host, name: str) -> None:
+    try:
+        host.load(name)
+    except engine.DemoError as error:
+        logger.error("%s", error)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m demos.chat", description=__doc__)
     parser.add_argument("--model", nargs="+", default=[weights.DEFAULT], help="short names, folders or hub ids (default: %(default)s)")
@@ -295,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.disable_progress_bar()
     page = Page(engine.Host(engine.local_models(arguments.model), arguments.dtype), arguments.max_new_tokens)
     # The page is there at once and says that the weights are loading.
-    threading.Thread(target=page.host.load, args=[arguments.model[0]], daemon=True).start()
+    threading.Thread(target=_load_first, args=[page.host, arguments.model[0]], daemon=True).start()
     page.launch(server_name=arguments.host, server_port=arguments.port)
 
 

@@ -263,7 +263,7 @@ class Answer:
 class LoadedModel:
     """A model with its tokenizer, and the plain speeds that were measured on it."""
 
-    FRESH_S = 60.0
+    FRESH_S = 30.0
     """A measurement counts for so long,"""
     NEAR = 1.5
     """and for contexts that are at most so many times longer or shorter."""

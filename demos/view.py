@@ -56,7 +56,8 @@ footer:not(.ag footer) { display: none !important; }
 .ag .strip { display: block; width: 100%; height: 64px; border-bottom: 1px solid var(--line); }
 .ag .strip .drafted { fill: var(--track); }
 .ag .strip .plain-step { fill: var(--plain); opacity: 0.55; }
-.ag .axis { display: flex; justify-content: space-between; gap: 1rem; font-size: 0.74rem; color: var(--faint); margin-top: 0.2rem; }
+.ag .axis { display: flex; justify-content: space-between; gap: 1rem; font-size: 0.74rem; color: var(--faint); margin-top: 0.2rem;
+  white-space: nowrap; }
 .ag .f-suffix { fill: var(--suffix); } .ag .f-ngram { fill: var(--ngram); } .ag .f-draft_model { fill: var(--draft_model); }
 
 .ag .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 0.9rem; font-size: 0.8rem; margin: 0 0 0.4rem; padding: 0; list-style: none; }
@@ -228,7 +229,7 @@ def strip(answer: Answer | None) -> str:
     return (
         f'<div class="ag"><h3>Drafted and accepted, round by round</h3><svg class="strip" viewBox="0 0 {slots} {deepest}" '
         f'preserveAspectRatio="none" role="img" aria-label="{told}">{"".join(bars)}</svg>'
-        f'<div class="axis"><span>height: drafted, up to {deepest}; coloured: accepted</span>'
+        f'<div class="axis"><span>drafted, up to {deepest}; coloured: accepted</span>'
         f"<span>{len(rounds)} rounds</span></div></div>"
     )
 

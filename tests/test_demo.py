@@ -160,13 +160,19 @@ def test_a_conversation(visit, demo):
     page.get_by_label("off", exact=True).check()
     page.locator("#tokens").wait_for(state="hidden")
 
-    # Undo takes the last message back into the box; edit asks again.
+    # Undo takes the last message back into the box; regenerate and edit ask again.
     page.get_by_label("Undo").last.click()
     page.wait_for_function("() => document.querySelector('#message textarea').value == 'Again.'")
     assert page.locator("#chat .bot").count() == 1
     page.get_by_label("Retry").last.click()
     length = len(demo.host.load(NAME).prompt_ids([{"role": "user", "content": COPY}]))
     page.locator("#figures .tile", has_text=f"{length - 1} / {length}").wait_for()  # all but one token is still in the cache
+    ends(page)
+    page.get_by_label("Edit").last.click()
+    page.locator("#chat textarea").fill(COPY.replace("green", "brown"))
+    page.get_by_label("Submit").last.click()
+    page.locator("#chat .user", has_text="brown").wait_for()
+    page.locator("#chat .bot", has_text="brown").wait_for()
     ends(page)
 
 
