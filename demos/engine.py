@@ -361,16 +361,15 @@ class Host:
         if torch.cuda.is_available():
             model.to("cuda")
         loaded = LoadedModel(name, model, tokenizer)
-        self.run(lambda: self._warm_up(loaded))
+        self._warm_up(loaded)
         return loaded
 
-    @staticmethod
-    def _warm_up(loaded: LoadedModel) -> None:
+    def _warm_up(self, loaded: LoadedModel) -> None:
         """Kernels and the suffix index are set up, and plain decoding is measured."""
         ids = loaded.prompt_ids([{"role": "user", "content": "one two three four five, " * 3}])
         for speculation, tokens in (("suffix", 8), (None, 12)):
             decode = Decode(loaded, ids, speculation, Settings(max_new_tokens=tokens), None)
-            while decode.advance():
+            while self.run(decode.advance):
                 pass
         loaded.record_plain(len(ids), decode.answer.plain_steps)
 

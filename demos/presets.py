@@ -21,7 +21,7 @@ class Preset:
     temperature: float = 0.0
 
 
-_CODE = """Correct the typing mistakes in this code. If there are none, repeat it unchanged.
+_CODE = """Rename the variable `items` to `prices` in this code. Write out the whole code.
 
 ```python
 def total(items, tax):
