@@ -4,7 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart demo chromium test test-slow lint clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,12 +22,22 @@ $(OLDEST)/.ready: pyproject.toml constraints.txt
 quickstart: $(VENV)/.ready  ## a real answer from a real model, plainly and with speculation; ARGS="--dtype float32"
 	$(VENV)/bin/python -m assistgen.quickstart $(ARGS)
 
+demo: $(VENV)/.ready  ## the chat demo on http://127.0.0.1:7860; ARGS="--model qwen2.5-coder-0.5b --port 8000"
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[demo]'
+	$(VENV)/bin/python -m demos.chat $(ARGS)
+
+# The browser of the demo's tests. Where it can't be installed they are skipped and say so (but fail where CI=true).
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
+chromium:
+	command -v chromium >/dev/null || ! command -v apt-get >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null; } || echo "chromium could not be installed"
+
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: lint $(OLDEST)/.ready  ## linters, all tests on the newest transformers, the exactness tests on the oldest
+test: lint chromium $(OLDEST)/.ready  ## linters, all tests on the newest transformers, the exactness tests on the oldest
 	$(VENV)/bin/pytest -m 'not slow'
 	$(OLDEST)/bin/pytest -m 'exactness and not slow'
 

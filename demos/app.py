@@ -1,0 +1,6 @@
+"""What a Hugging Face Space runs: see README.md."""
+
+from demos.chat import main
+
+
+main()
