@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
-import transformers
 
 import assistgen
 from assistgen import compat, identity, weights
@@ -374,11 +372,9 @@ class Host:
         loaded.record_plain(len(ids), decode.answer.plain_steps)
 
     def draft_models(self, target: str) -> list[str]:
-        """Names of the models whose tokenizer is the target's: those that are smaller, and the target itself."""
-        loaded = self.load(target)
-        vocabulary, size = loaded.tokenizer.get_vocab(), _size_of(target)
-        fitting = [name for name in self.names if name != target and _size_of(name) < size and _vocabulary_of(name) == vocabulary]
-        return [*fitting, target]
+        """Names of the smaller models, whatever their tokenizers, and of the target itself."""
+        self.load(target)
+        return [*(name for name in self.names if name != target and _size_of(name) < _size_of(target)), target]
 
     def speculation(self, loaded: LoadedModel, settings: Settings) -> Any:
         """
@@ -394,7 +390,7 @@ class Host:
             if not settings.draft_model:
                 raise DemoError("Choose a draft model, or another drafter.")
             if settings.draft_model not in self.draft_models(loaded.name):
-                raise DemoError(f"{settings.draft_model} can't draft for {loaded.name}: the tokenizers differ, or it isn't smaller.")
+                raise DemoError(f"{settings.draft_model} can't draft for {loaded.name}: it isn't smaller.")
             # Given by name, assistgen loads it once in a process.
             same = settings.draft_model == loaded.name
             asked["model"] = loaded.model if same else weights.locate(settings.draft_model)
@@ -404,11 +400,6 @@ class Host:
 def _size_of(name: str) -> int:
     """Bytes of a model's weights on this disk."""
     return sum(path.stat().st_size for path in Path(weights.locate(name)).glob("*.safetensors"))
-
-
-@lru_cache
-def _vocabulary_of(name: str) -> dict[str, int]:
-    return transformers.AutoTokenizer.from_pretrained(weights.locate(name)).get_vocab()
 
 
 def local_models(first: list[str]) -> list[str]:

@@ -126,6 +126,10 @@ class DraftModelDrafter(Drafter):
         self._columns: torch.Tensor | None = None
         self._target_ids: torch.Tensor | None = None
         if shared is not None:
+            # A tokenizer may have more tokens than the model has rows for.
+            shared = [
+                (ours, theirs) for ours, theirs in shared if ours < model.get_input_embeddings().num_embeddings and theirs < vocab_size
+            ]
             self._columns, self._target_ids = torch.tensor(shared, device=model.device).T.contiguous()
         self._unsettled = unsettled
         self._takes_over_cache = takes_over_cache
