@@ -1,15 +1,20 @@
 """What needs Gemma or the Qwen pair: `make test-slow`."""
 
 import copy
+import random
+from functools import lru_cache
 
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import assistgen
 from assistgen import identity, weights
 
 from .test_real_models import CODE, NOTE, chat
+from .test_universal import CORPUS, TEXTS, byte_level, play, sentence_piece
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -94,3 +99,93 @@ def test_qwen_pair(qwen, pair, rows):
     assert_same(target, inputs, plain, fast.sequences)
     assert fast.speculation.num_accepted_tokens > 8 * rows
     assert not fast.speculation.fallbacks
+
+
+FOREIGN = [
+    ("qwen2.5-coder-1.5b", "smollm2-135m", None),
+    ("qwen2.5-coder-1.5b", "smollm2-135m", True),
+    ("qwen2.5-coder-1.5b", "gemma-3-270m", None),
+    ("gemma-3-270m", "smollm2-135m", None),
+    ("smollm2-135m", "qwen2.5-coder-0.5b", None),
+    ("smollm2-135m", "qwen2.5-coder-0.5b", True),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return lru_cache(lambda name: weights.load(name, torch.float32))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("target", "draft", "by_vocabulary"), FOREIGN)
+def test_a_draft_with_a_foreign_tokenizer(loaded, target, draft, by_vocabulary, rows):
+    model, tokenizer = loaded(target)
+    drafting, foreign = loaded(draft)
+    tokenizer.padding_side = "left"
+    if tokenizer.chat_template:
+        inputs = batch(tokenizer, rows)
+    else:  # Gemma is no chat model, and its tokenizer needs to be told of the BOS
+        texts = [f"<bos>{text}" for text in (CODE, NOTE, "1, 2, 3, 4, 5, 6,", "The capital of France is Paris. The capital of Italy is")]
+        inputs = dict(tokenizer(texts[:rows], return_tensors="pt", padding=True, add_special_tokens=False))
+        inputs.pop("token_type_ids", None)
+    before = [parameter.clone() for parameter in drafting.parameters()]
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    fast = assistgen.generate(
+        model, **inputs, max_new_tokens=24, **DICT,
+        speculation={"method": "draft_model", "model": drafting, "num_speculative_tokens": 5, "depth": "constant",
+                     "use_heterogeneous_vocab": by_vocabulary},
+    )  # fmt: skip
+    assert_same(model, inputs, plain, fast.sequences)
+    stats = fast.speculation
+    assert stats.num_accepted_tokens > 4 * rows and not stats.fallbacks
+    assert stats.drafters["draft_model"].route == ("vocabulary" if by_vocabulary else "text")
+    assert all(torch.equal(one, other) for one, other in zip(before, drafting.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("way", ["early exit", "nf4 twin"])
+def test_a_model_drafts_for_itself(loaded, way, rows):
+    model, tokenizer = loaded("smollm2-135m")
+    tokenizer.padding_side = "left"
+    if way == "nf4 twin":
+        pytest.importorskip("bitsandbytes")
+        speculation = {"method": "draft_model", "model": assistgen.nf4_twin(model)}
+    else:
+        speculation = {"method": "early_exit", "assistant_early_exit": 29}
+    inputs = batch(tokenizer, rows)
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    fast = assistgen.generate(
+        model, **inputs, max_new_tokens=24, **DICT, speculation=speculation | {"num_speculative_tokens": 4, "depth": "constant"}
+    )
+    assert_same(model, inputs, plain, fast.sequences)
+    assert fast.speculation.num_accepted_tokens > 2 * rows and not fast.speculation.fallbacks
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS, seed=st.integers(0, 1000), way=st.permutations(range(5)))
+def test_real_vocabularies_say_the_same_bytes(text, seed, way):
+    names = ("qwen2.5-coder-1.5b", "smollm2-135m", "gemma-3-270m")
+    tokenizers = [*(real_tokenizer(name) for name in names), *small_tokenizers()]
+    play(tokenizers[way[0]], tokenizers[way[1]], text, random.Random(seed), wrong=0.3)
+
+
+@pytest.mark.parametrize(("target", "draft"), [(a, b) for a in range(5) for b in range(5) if a != b and min(a, b) < 3])
+def test_nothing_drifts_between_real_vocabularies(target, draft):
+    names = ("qwen2.5-coder-1.5b", "smollm2-135m", "gemma-3-270m")
+    tokenizers = [*(real_tokenizer(name) for name in names), *small_tokenizers()]
+    rng, rounds, drafted, accepted = random.Random(1), 0, 0, 0
+    while rounds < 2000:
+        text = " ".join(rng.choice(CORPUS) for _ in range(40))
+        one, other, more = play(tokenizers[target], tokenizers[draft], text, rng)
+        drafted, accepted, rounds = drafted + one, accepted + other, rounds + more
+    assert accepted > 0.8 * drafted
+
+
+@lru_cache
+def real_tokenizer(name):
+    return transformers.AutoTokenizer.from_pretrained(weights.locate(name))
+
+
+@lru_cache
+def small_tokenizers():
+    return byte_level(), sentence_piece()
