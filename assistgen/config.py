@@ -161,6 +161,8 @@ class SpeculationConfig:
         self._check_lookup_ids()
         if self.use_heterogeneous_vocab not in (None, True, False):
             raise TypeError(f"`use_heterogeneous_vocab` must be a bool or None, got {type(self.use_heterogeneous_vocab).__name__}.")
+        if self.use_heterogeneous_vocab and self.model is None:
+            raise ValueError("`use_heterogeneous_vocab` goes with `model=` (in a chain, into the draft model's own entry of `drafters`).")
         if self.drafters is not None:
             self._check_chain()
         elif (method == "early_exit") != (self.assistant_early_exit is not None):
@@ -208,13 +210,16 @@ class SpeculationConfig:
     def _check_chain(self) -> None:
         if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence) or not self.drafters:
             raise TypeError("`drafters` must be a list of method names or dicts, the first asked first.")
-        if self.model is not None:
-            raise ValueError("`model` goes into the draft model's own entry of `drafters`.")
+        for name in ("model", "assistant_early_exit"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` goes into its own entry of `drafters`.")
         chain = [SpeculationConfig.of(entry) for entry in self.drafters]
         if self.depth == "confidence":  # the drafters' own business; the other strategies are the controller's
             chain = [dataclasses.replace(entry, depth="confidence") for entry in chain]
         if any(entry.drafters is not None for entry in chain):
             raise ValueError("`drafters` can't hold another chain.")
+        if any(entry.lookup_ids is not None for entry in chain):
+            raise ValueError("`lookup_ids` goes beside `drafters`: every drafter searches them.")
         if any(entry.method == "auto" for entry in chain):
             raise ValueError("`drafters` names the drafters itself: 'auto' can't be one of them.")
         if sum(entry.method in COSTLY for entry in chain[:-1]) > 0:
@@ -253,10 +258,11 @@ class SpeculationConfig:
             return tuple(self.drafters)
         if self.method != "auto":
             return (self,)
-        found = [dataclasses.replace(self, method="suffix", model=None)]
+        free: dict[str, Any] = {"model": None, "use_heterogeneous_vocab": None}
+        found = [dataclasses.replace(self, method="suffix", **free)]
         others: dict[str, Any] = {"store": None, "suffix_decoding_max_cached_requests": None}
         if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
-            found.append(dataclasses.replace(self, method="ngram", model=None, **others))
+            found.append(dataclasses.replace(self, method="ngram", **free, **others))
         if self.model is not None:
             found.append(dataclasses.replace(self, method="draft_model", **others))
         return tuple(found)

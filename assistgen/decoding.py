@@ -134,7 +134,7 @@ class Decoding:
             self._begin_drafting()  # never before the first token is out
 
             while active := self._active():
-                running = [row for row in active if self.target.ahead(row.number) < MAX_AHEAD or len(self.rows) == 1]
+                running = self._running(active)
                 rooms = self._rooms(running)
                 proposals = self._draft(running, rooms)
                 drafts, width = self._choose_depth(proposals, min(rooms))
@@ -159,6 +159,11 @@ class Decoding:
         """The rows that need tokens: those not done; and where nothing pads them, the done ones too until all are equally long."""
         longest = max(len(row.output) for row in self.rows)
         return [row for row in self.rows if not row.done or (not self._pads and len(row.output) < longest)]
+
+    def _running(self, active: list[Row]) -> list[Row]:
+        """Those of the active rows that don't wait for others; at least the one that is furthest behind."""
+        running = [row for row in active if self.target.ahead(row.number) < MAX_AHEAD]
+        return running or [min(active, key=lambda row: self.tokens.lengths[row.number])]
 
     def _suspend(self) -> Iterator[None]:
         """Time in which the caller has the round's tokens isn't ours."""
@@ -201,10 +206,13 @@ class Decoding:
         """How many tokens may be drafted for each row: the target adds one itself, and positions must exist."""
         most = self.max_draft_tokens(len(running))
         rooms = []
+        longest = max(self.tokens.lengths[row.number] for row in running)
         for row in running:
-            length = self.tokens.lengths[row.number]
+            # In step, the forward is as wide as the longest draft for all rows.
+            length = longest if self.target.is_in_step else self.tokens.lengths[row.number]
             room = min(self._max_length - length, self.target.max_width) - 1
-            if ahead := self.target.ahead(row.number):
+            ahead = self.target.ahead(row.number)
+            if ahead or len(self.rows) > 1:
                 room = min(room, MAX_AHEAD - ahead - 1)
             if row.done:
                 room = max(len(other.output) for other in self.rows) - len(row.output) - 1
@@ -371,7 +379,7 @@ class Decoding:
         """Gives back cache and streamer, and makes the output if the call wasn't cut short by an error."""
         try:
             sequences = self.tokens.sequences()
-            cache = self.target.close()
+            cache = self.target.close(completed)
             if completed:
                 self.output = self.recorder.output(sequences, cache)
         finally:

@@ -212,7 +212,7 @@ def _generate(
         _warn_once(f"This call isn't sped up: {problem}")
         return attach(plain_generate(model, inputs, **kwargs), SpeculationStats(fallbacks={problem: 1}))
     if speculator is not None:
-        _check_speculation(model, speculator, effective, kwargs)
+        _check_speculation(model, speculator, effective, {"inputs": inputs, **kwargs})
 
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit"):  # another loop's switches, from a saved configuration
         if getattr(effective, name, None) is not None:
@@ -304,9 +304,13 @@ def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
 
 def _check_speculation(model: Any, speculator: Speculator, config: Any, kwargs: dict[str, Any]) -> None:
     """What doesn't go with the speculation, before any forward pass."""
-    if speculator.draft_model is not None:
-        if kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None and speculator.lookup_ids is None:
-            raise ValueError("`inputs_embeds` says nothing to a draft model: give the prompt's ids as `lookup_ids` in `speculation`.")
+    has_ids = kwargs.get("inputs") is not None or kwargs.get("input_ids") is not None
+    if speculator.runs_a_model and kwargs.get("inputs_embeds") is not None and not has_ids and speculator.lookup_ids is None:
+        raise ValueError("`inputs_embeds` says nothing to a draft model: give the prompt's ids as `lookup_ids` in `speculation`.")
+    if speculator.draft_model is None:
+        if kwargs.get("assistant_tokenizer") is not None:
+            raise ValueError("`assistant_tokenizer` is for a draft model, and this call has none.")
+    else:
         speculator.check_vocabularies(model, kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer"))
     if speculator.lookup_ids is not None:
         highest = max((max(text, default=0) for text in rows_of(speculator.lookup_ids)), default=0)

@@ -40,7 +40,7 @@ class Inputs:
         """The rows' prompts without padding; of embeddings, what stands for them in `lookup_ids`."""
         if self.prompt.shape[1] == 0 and self.lookup_ids is not None:
             return self.lookup_ids
-        return _without_padding(self.prompt, self.attention_mask)
+        return _without_padding(self.prompt, self.attention_mask if self.source is None else None)
 
     def looked_up(self) -> list[list[int]]:
         """For each row the text, beside its prompt, whose parts are likely to be said."""
@@ -76,7 +76,7 @@ def rows_of(lookup_ids: Any, num_rows: int | None = None) -> list[list[int]]:
     Raises:
         ValueError: if there are neither as many texts as rows nor one for all.
     """
-    ids = lookup_ids.tolist() if isinstance(lookup_ids, torch.Tensor) else list(lookup_ids)
+    ids = lookup_ids.tolist() if callable(getattr(lookup_ids, "tolist", None)) else list(lookup_ids)
     texts = [list(text) for text in ids] if ids and not isinstance(ids[0], int) else [ids]
     if num_rows is None:
         return texts

@@ -17,7 +17,7 @@ from .drafters.suffix import SuffixDrafter
 from .fallback import Breaker, GuardedDrafter
 from .inputs import Inputs, placeholders
 from .stats import SpeculationStats
-from .translation import tokenizers_of, translation_of
+from .translation import are_known, tokenizers_of, translation_of
 
 
 DEFAULT_METHOD = "auto"
@@ -63,7 +63,7 @@ class Speculator:
         self.stats = SpeculationStats()
         self._draft_memory: Any = None
         self._store: Any = None
-        if self.config is not None and any(entry.method in COSTLY for entry in self.config.chain):
+        if self.runs_a_model:
             from .drafters.draft_model import DraftMemory
 
             self._draft_memory = DraftMemory()
@@ -86,6 +86,11 @@ class Speculator:
         return _draft_model_of(self.config) if self.config is not None else None
 
     @property
+    def runs_a_model(self) -> bool:
+        """Whether a drafter runs a model, the target's own layers included."""
+        return self.config is not None and any(entry.method in COSTLY for entry in self.config.chain)
+
+    @property
     def lookup_ids(self) -> Any:
         """The user's texts to look things up in, if there are any."""
         return self.config.lookup_ids if self.config is not None else None
@@ -101,18 +106,26 @@ class Speculator:
     def check_vocabularies(self, target: Any, tokenizer: Any, assistant_tokenizer: Any) -> None:
         """
         Raises:
-            ValueError: if the draft model's tokenizer is a foreign one and that is forbidden.
+            ValueError: if the draft model's tokenizer is a foreign one and that is forbidden, can't be translated, or isn't known.
         """
         assert self.config is not None
         entry = next(entry for entry in self.config.chain if entry.model is not None)
-        if entry.use_heterogeneous_vocab is not False:
-            return
-        tokenizers = tokenizers_of(target, _model_of(entry, target), tokenizer, assistant_tokenizer)
-        if tokenizers is not None and translation_of(*(load() for load in tokenizers)) is not None:
-            raise ValueError(
-                "`use_heterogeneous_vocab=False` and the draft model's tokenizer differs from the target's. Leave it out, or use a draft "
-                "model with the target's tokenizer."
-            )
+        call = (target, _model_of(entry, target), tokenizer, assistant_tokenizer)
+        wanted = entry.use_heterogeneous_vocab
+        if not are_known(*call):
+            if assistant_tokenizer is not None:
+                raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=`.")
+            if wanted:
+                raise ValueError("`use_heterogeneous_vocab=True` needs both tokenizers: pass `tokenizer=` and `assistant_tokenizer=`.")
+        tokenizers = tokenizers_of(*call)
+        # Loading takes seconds, so that what isn't at hand is compared when drafting begins, unless the answer decides.
+        if tokenizers is not None and (wanted is False or (tokenizer is not None and assistant_tokenizer is not None)):
+            translation = translation_of(*(load() for load in tokenizers))
+            if wanted is False and translation is not None:
+                raise ValueError(
+                    "`use_heterogeneous_vocab=False` and the draft model's tokenizer differs from the target's. Leave it out, or use a "
+                    "draft model with the target's tokenizer."
+                )
 
     def drafter(self, target: Any, generation_config: Any, inputs: Inputs, stats: SpeculationStats) -> Drafter:
         """
@@ -162,38 +175,31 @@ class Speculator:
         from .drafters.itself import first_layers
         from .drafters.universal import UniversalDrafter
 
-        is_own = config.assistant_early_exit is not None
-        model = _model_of(config, target) if config.assistant_early_exit is None else first_layers(target, config.assistant_early_exit)
+        num_own_layers = config.assistant_early_exit or 0
+        model = first_layers(target, num_own_layers) if num_own_layers else _model_of(config, target)
         reason = why_not(model, target)
         if reason is not None:
             raise ValueError(f"`model` can't draft: {reason}")
         draws = generation_config.do_sample and config.draft_sample_method == "probabilistic"
 
         def make_drafter(**foreign: Any) -> DraftModelDrafter:
-            by_text = bool(foreign) and foreign["shared"] is None
             return DraftModelDrafter(
                 model,
-                model.get_input_embeddings().num_embeddings if by_text else vocab_size,
+                foreign.pop("vocab_size", vocab_size),
                 inputs.prompt.device,
                 draft_warpers(generation_config, config.draft_temperature) if draws else None,
                 config.confidence_threshold,
                 self._draft_memory,
-                takes_over_cache=is_own,
+                num_own_layers=num_own_layers,
                 name=config.method,
                 inputs=inputs,
                 **foreign,
             )
 
-        if is_own:
-            return make_drafter()
-
-        tokenizers = tokenizers_of(target, model, inputs.tokenizer, inputs.assistant_tokenizer)
+        tokenizers = tokenizers_of(target, model, inputs.tokenizer, inputs.assistant_tokenizer) if not num_own_layers else None
         if tokenizers is None:
             return make_drafter()
-        starts_with_bos = model.config.model_type.startswith("gemma")
-        return UniversalDrafter(
-            make_drafter, tokenizers, stats, draws, config.use_heterogeneous_vocab, starts_with_bos, placeholders(target.config)
-        )
+        return UniversalDrafter(make_drafter, model, tokenizers, stats, draws, config.use_heterogeneous_vocab, placeholders(target.config))
 
     def _own_store(self, config: SpeculationConfig) -> Any:
         from .suffix.store import SuffixStore
@@ -231,9 +237,14 @@ def _draft_model_of(config: SpeculationConfig) -> Any:
 
 
 def _model_of(config: SpeculationConfig, target: Any) -> Any:
-    """The draft model of one entry; one that is given by name is loaded like the target."""
+    """The draft model of one entry: loaded like the target if it is given by name, without its adapters if it is the target."""
+    from .drafters.itself import without_adapters
+
     model = config.model
-    return _loaded(model, str(target.dtype).removeprefix("torch."), str(target.device)) if isinstance(model, str) else model
+    if isinstance(model, str):
+        return _loaded(model, str(target.dtype).removeprefix("torch."), str(target.device))
+    model = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    return without_adapters(model) if model is target else model
 
 
 @lru_cache(maxsize=4)

@@ -41,6 +41,9 @@ class Target(ABC):
     max_width: int = 1 << 30
     """The most tokens that a row may take in at once, or write ahead of what it will be rolled back to."""
 
+    is_in_step: bool = False
+    """A forward feeds all rows up to the same place."""
+
     can_fill: bool = True
     """A forward may be wider than its drafts at no other cost than its own."""
 
@@ -123,8 +126,8 @@ class Target(ABC):
         """Of row `row` the first `lengths[row]` ids stay fed. Rows that aren't named are over."""
 
     @abstractmethod
-    def close(self) -> Any:
-        """Puts back what was switched on and returns the cache (or `None`)."""
+    def close(self, completed: bool = True) -> Any:
+        """Puts back what was switched on and returns the cache (or `None`); `completed`: no error cut the call short."""
 
 
 class RowsInStep(Target):
@@ -157,6 +160,7 @@ class RowsInStep(Target):
         self._reserve = 0
         self._held = self.tokens.prompt_length  # ids of every row in the cache
         self._ends = dict.fromkeys(range(len(self.tokens.lengths)), self._held)
+        self.is_in_step = len(self.tokens.lengths) > 1
         self._crops = compat.why_no_roll_back(self.cache, self.model) is None
         self._states = RecurrentStates(self.cache)
         self.can_fill = not self._states
@@ -171,7 +175,7 @@ class RowsInStep(Target):
         end = max(starts) + width
         self.fed = end - self._held
         self.places, self.leads = rows, [start - self._held for start in starts]
-        if width > 1:
+        if self.fed > 1:
             self._states.put_aside(self._held)
         inputs = self.model.prepare_inputs_for_generation(
             self.tokens.ids[:, :end],
@@ -218,9 +222,9 @@ class RowsInStep(Target):
         compat.crop(self.cache, self._held - length)
         self._held = length
 
-    def close(self) -> Any:
+    def close(self, completed: bool = True) -> Any:
         if hasattr(self, "_recording"):  # closed before the prefill otherwise
-            if self._crops and self.returns_cache:
+            if completed and self._crops and self.returns_cache:
                 self._catch_up()
             self._recording.close()
         return self.cache
@@ -332,13 +336,13 @@ class RowsApart(Target):
     def roll_back(self, lengths: dict[int, int]) -> None:
         """Nothing to do: the next forward says where each row goes on."""
 
-    def close(self) -> Any:
+    def close(self, completed: bool = True) -> Any:
         cache, tokens = self._row_cache, self.tokens
         if cache is None or not self.returns_cache:
             return None if cache is not None else self.cache
         self._rejoin()
         # generate() feeds padding to rows that have ended, so the cache that it returns holds it: written here, in a few forwards.
-        longest = max(tokens.lengths)
+        longest = max(tokens.lengths) if completed else min(tokens.lengths)
         while (behind := longest - min(tokens.lengths)) > 0:
             fed = [min(longest - length, self.max_width - 1) for length in tokens.lengths]
             self.verify(self._rows, fed, max(fed) + 1)

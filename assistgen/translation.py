@@ -12,8 +12,10 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -57,6 +59,7 @@ class TokenText:
         }
         self.special_ids = {content: number for number, content in self._special.items()}
         self.eos_token, self.bos_token = tokenizer.eos_token, tokenizer.bos_token
+        self.bos_token_id = tokenizer.bos_token_id
         self._bytes: dict[int, bytes | None] = {}
         self._characters: dict[bytes, list[tuple[int, int]]] = {}
 
@@ -168,13 +171,21 @@ class TokenText:
             ids.append(token)
         return [(token, end) for end, token in enumerate(ids, 1)]
 
+    def starts_with_bos(self) -> bool:
+        """Whether the tokenizer writes a BOS by itself."""
+        ids = self._tokenizer.encode("a") if self._backend is None else self._backend.encode("a").ids
+        return self.bos_token_id is not None and ids[:1] == [self.bos_token_id]
+
     def _ids(self, text: str) -> list[int]:
         if self._backend is None:
             return self._tokenizer.encode(text, add_special_tokens=False)
         encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = encoding.ids
-        # A user's call may have left padding switched on.
-        return ids if self._backend.padding is None else [t for t, real in zip(ids, encoding.attention_mask, strict=True) if real]
+        # A user's call may have left padding or truncation switched on; switching them off would change the tokenizer.
+        skip = 0 if self._backend.truncation is None else self._backend.truncation["stride"]
+        ids = [token for token, real in zip(encoding.ids, encoding.attention_mask, strict=True) if real]
+        for more in encoding.overflowing:
+            ids += [token for token, real in zip(more.ids, more.attention_mask, strict=True) if real][skip:]
+        return ids
 
 
 def _whole_characters(text: bytes) -> int:
@@ -353,16 +364,21 @@ class Translation:
     def __init__(self, target: Any, draft: Any):
         self.target, self.draft = TokenText(target), TokenText(draft)
         self._sizes = len(target), len(draft)
-        self._shared: list[tuple[int, int]] | None = None
+        self._shared: dict[int, int] | None = None
         self._lock = threading.Lock()
 
-    def shared(self) -> list[tuple[int, int]]:
-        """The tokens that say the same in both: `(draft id, target id)`, each id once."""
+    def shared(self) -> dict[int, int]:
+        """The tokens that say the same in both: draft id -> target id, each id once."""
         with self._lock:
             if self._shared is None:
                 ours, theirs = (text.by_content(size) for text, size in zip((self.target, self.draft), self._sizes, strict=True))
-                self._shared = sorted((token, ours[says]) for says, token in theirs.items() if says in ours)
+                self._shared = {token: ours[says] for says, token in theirs.items() if says in ours}
             return self._shared
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """The same as an array of shape `(tokens, 2)`."""
+        return np.array(sorted(self.shared().items()), dtype=np.int64).reshape(-1, 2)
 
     @property
     def overlap(self) -> float:
@@ -373,25 +389,28 @@ class Translation:
 def tokenizers_of(target: Any, draft: Any, tokenizer: Any, assistant_tokenizer: Any) -> tuple[Any, Any] | None:
     """
     The tokenizers of two models, those that the call has or else those in the models' folders, as functions that load them; `None` if
-    they are the same or there is none to be found.
+    they are the same or one isn't to be found.
 
     Args:
         target, draft (`PreTrainedModel`): the models.
         tokenizer, assistant_tokenizer (*optional*): theirs, as far as the call has them.
     """
-    if tokenizer is not None and tokenizer is assistant_tokenizer:
+    if not are_known(target, draft, tokenizer, assistant_tokenizer) or (tokenizer is not None and tokenizer is assistant_tokenizer):
         return None
-    sides = []
-    for model, given in ((target, tokenizer), (draft, assistant_tokenizer)):
-        name = getattr(model, "name_or_path", None) or ""
-        sides.append((given, name, _file_of(name)))
-    names_same = sides[0][1] == sides[1][1] or _fingerprint(sides[0][2]) == _fingerprint(sides[1][2])
-    if names_same and all(given is None for given, _, _ in sides):
+    names = [getattr(model, "name_or_path", None) or "" for model in (target, draft)]
+    if tokenizer is None and assistant_tokenizer is None and len({_fingerprint(_file_of(name)) for name in names}) == 1:
         return None
-    if any(given is None and file is None for given, _, file in sides):
-        return None
-    ours, theirs = (partial(_load, name) if given is None else partial(lambda it: it, given) for given, name, _ in sides)
+    ours, theirs = (
+        partial(_load, name) if given is None else partial(lambda it: it, given)
+        for given, name in zip((tokenizer, assistant_tokenizer), names, strict=True)
+    )
     return ours, theirs
+
+
+def are_known(target: Any, draft: Any, tokenizer: Any, assistant_tokenizer: Any) -> bool:
+    """Whether the call or the models' folders have both tokenizers."""
+    sides = ((target, tokenizer), (draft, assistant_tokenizer))
+    return all(given is not None or _file_of(getattr(model, "name_or_path", None) or "") is not None for model, given in sides)
 
 
 @lru_cache(maxsize=32)

@@ -352,3 +352,94 @@ def test_random_calls(name, seed):
             for one, other in zip(expected, got, strict=True):
                 assert torch.allclose(one[live][:, -1].float(), other[live][:, -1].float(), atol=1e-3)
     assert compat.length_of(getattr(plain, compat.CACHE)) == compat.length_of(getattr(fast, compat.CACHE))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_quantised_cache_is_decoded_plainly(rows):
+    model = dataclasses.replace(FAMILIES["llama"], dtype=torch.float32).build()
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    inputs = FAMILIES["llama"].inputs(rows)
+    try:
+        plain = model.generate(**inputs, **settings)
+    except ValueError:
+        pytest.skip("this transformers has no quantised cache of its own")
+    output = assistgen.generate(model, **inputs, **settings, speculation="ngram", return_dict_in_generate=True)
+    assert torch.equal(plain, output.sequences)
+    assert any("can't be rolled back" in reason for reason in output.speculation.fallbacks)
+
+
+@pytest.mark.parametrize("name", ["bart", "qwen3_next", "bamba"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_wait_for_others(name, seed):
+    """One row says what is looked up and runs ahead of the others, which end early, in the middle of drafts that are rejected."""
+    family = FAMILIES[name]
+    model, inputs, draw = family.build(seed), family.inputs(3), random.Random(seed)
+    free = model.generate(**inputs, max_new_tokens=90, do_sample=False).tolist()
+    row = draw.randrange(3)
+    eos = [free[other][-draw.randrange(30, 80)] for other in range(3) if other != row and draw.random() < 0.7] or [1]
+    settings = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": eos, "return_dict_in_generate": True}
+    texts = [[*text[-90:], 7, 9] if number == row else [5, 6, 5, 7, *text[-90:][::3]] for number, text in enumerate(free)]
+    plain = model.generate(**inputs, **settings)
+    for depth, most in (("constant", 60), ("constant", 15), ("adaptive", 15)):
+        speculation = {"method": "ngram", "depth": depth, "num_speculative_tokens": most, "prompt_lookup_min": 1, "lookup_ids": texts}
+        output = assistgen.generate(model, **inputs, **settings, speculation=speculation)
+        assert torch.equal(plain.sequences, output.sequences) and not output.speculation.fallbacks
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_batch_up_to_the_last_position(rows):
+    """Learned positions: a forward that reaches past them fails."""
+    for name, positions in (("bart", "max_position_embeddings"), ("gpt2", "max_position_embeddings"), ("whisper", "max_target_positions")):
+        family = FAMILIES[name]
+        model, inputs = family.build(), family.inputs(rows)
+        limit = getattr(model.config, positions)
+        most = limit - (inputs["input_ids"].shape[1] if name == "gpt2" else 1)
+        settings = {"max_new_tokens": most, "do_sample": False, "return_dict_in_generate": True}
+        plain = model.generate(**inputs, **settings)
+        texts = [[*text, 7] if number == 0 else [5, 7, *text[::2]] for number, text in enumerate(plain.sequences.tolist())]
+        output = assistgen.generate(
+            model, **inputs, **settings, speculation={"method": "ngram", "depth": "constant", "lookup_ids": texts, "prompt_lookup_min": 1}
+        )
+        assert torch.equal(plain.sequences, output.sequences) and output.speculation.num_accepted_tokens > 20
+
+
+def test_a_draft_model_ends_at_its_own_positions():
+    model = FAMILIES["llama"].build()
+    draft = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=32)).to(torch.float64).eval()
+    for length in (20, 31, 40):
+        ids = prompt(length, 1, period=5)
+        plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+        output = assistgen.generate(
+            model, ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, speculation=DRAFTING | {"model": draft}
+        )
+        assert torch.equal(plain, output.sequences) and not output.speculation.fallbacks
+        assert (output.speculation.num_draft_tokens > 0) == (length == 20)
+
+
+def test_an_interrupt_in_a_batch_is_what_the_user_gets():
+    family = FAMILIES["bart"]
+    model, inputs = family.build(), family.inputs(3)
+    calls = []
+
+    def interrupt(*arguments):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+
+    model.model.decoder.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        assistgen.generate(model, **inputs, max_new_tokens=30, do_sample=False, return_dict_in_generate=True, speculation="ngram")
+    assert len(calls) == 8
+
+
+def test_an_adapter_is_never_switched_off():
+    """Also not while a draft that was given up still runs."""
+    model = FAMILIES["lora"].build()
+    ids = prompt(20, 1, period=5)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    switched = []
+    for module in model.modules():
+        if hasattr(module, "_disable_adapters"):
+            module.register_forward_pre_hook(lambda layer, arguments: switched.append(layer._disable_adapters))
+    output = assistgen.generate(model, ids, max_new_tokens=12, do_sample=False, speculation=DRAFTING | {"model": model})
+    assert torch.equal(plain, output) and switched and not any(switched)

@@ -105,3 +105,16 @@ def test_a_twin_in_four_bits(rows):
     )  # fmt: skip
     assert torch.equal(plain, output.sequences)
     assert output.speculation.num_accepted_tokens > 0 and not output.speculation.fallbacks
+
+
+def test_what_cannot_be_copied_is_refused():
+    model = late("llama")
+    model.forward = model.forward  # as a compiled one has it: bound to the whole model
+    short = first_layers(model, 1)
+    assert not torch.equal(short(prompt(8)).logits, model(prompt(8)).logits)
+    model.model.layers[0]._hf_hook = object()
+    with pytest.raises(ValueError, match="`assistant_early_exit` doesn't go with a model that accelerate has spread"):
+        assistgen.generate(model, prompt(8), speculation=exits(1), max_new_tokens=4)
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(ValueError, match="no linear layers"):
+        assistgen.nf4_twin(build("gpt2", dtype=torch.float32, tie_word_embeddings=True))

@@ -338,3 +338,51 @@ def test_the_generator_in_transformers_own_loop(pair, sampled, monkeypatch):
         assert torch.equal(output, model.generate(ids, **settings))
     with pytest.raises(ValueError, match="use_heterogeneous_vocab"):
         assistgen.UniversalCandidateGenerator(draft, 10, tokenizer, foreign, use_heterogeneous_vocab=False)
+
+
+def test_tokenizers_stay_as_they_are_and_their_switches_do_no_harm(pair):
+    tokenizer, foreign = pair
+    model, draft = Sayer(tokenizer), Sayer(foreign, seed=1)
+    ids = inputs_of(tokenizer, 1)
+    for one in (tokenizer, foreign):
+        one.pad_token = one.eos_token
+        one(["alpha bravo", "alpha"], padding=True, truncation=True, max_length=3)
+        assert one.backend_tokenizer.truncation and one.backend_tokenizer.padding
+    states = [one.backend_tokenizer.to_str() for one in (tokenizer, foreign)]
+    output = assistgen.generate(
+        model, **ids, max_new_tokens=30, do_sample=False, return_dict_in_generate=True, tokenizer=tokenizer, assistant_tokenizer=foreign,
+        speculation={"method": "draft_model", "model": draft, "depth": "constant", "num_speculative_tokens": 6},
+    )  # fmt: skip
+    assert output.speculation.num_accepted_tokens > 12 and output.speculation.drafters["draft_model"].route == "text"
+    assert states == [one.backend_tokenizer.to_str() for one in (tokenizer, foreign)]
+    for one in (tokenizer, foreign):
+        one.backend_tokenizer.no_truncation()
+        one.backend_tokenizer.no_padding()
+
+
+@pytest.mark.parametrize(
+    ("speculation", "more", "message"),
+    [
+        ({"method": "ngram", "use_heterogeneous_vocab": True}, {}, "`use_heterogeneous_vocab`"),
+        ("ngram", {"assistant_tokenizer": "any"}, "`assistant_tokenizer` is for a draft model"),
+        ({"drafters": [{"method": "ngram", "lookup_ids": [5]}]}, {}, "`lookup_ids` goes beside"),
+        ({"drafters": ["ngram"], "assistant_early_exit": 1}, {}, "`assistant_early_exit`"),
+        ("model", {"assistant_tokenizer": "any"}, "`assistant_tokenizer` needs"),
+        ("vocabulary", {}, "`use_heterogeneous_vocab=True` needs"),
+        ("model", {"tokenizer": "ours", "assistant_tokenizer": "word pieces"}, "aren't text"),
+    ],
+)
+def test_what_goes_together(pair, speculation, more, message):
+    model = Sayer(pair[0])
+    model.register_forward_pre_hook(lambda *arguments: pytest.fail("a forward pass"))
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "al": 1, "##pha": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    known = {"any": pair[1], "ours": pair[0], "word pieces": PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="[UNK]")}
+    named = {"model": {"method": "draft_model", "model": Sayer(pair[1])}}
+    named["vocabulary"] = named["model"] | {"use_heterogeneous_vocab": True}
+    with pytest.raises(ValueError, match=message):
+        assistgen.generate(
+            model, **inputs_of(pair[0], 1), max_new_tokens=4,
+            speculation=named.get(speculation, speculation) if isinstance(speculation, str) else speculation,
+            **{name: known[value] for name, value in more.items()},
+        )  # fmt: skip

@@ -210,18 +210,18 @@ class UniversalCandidateGenerator(_OneRowGenerator):
         memory = DraftMemory()
         warpers = draft_warpers(generation_config, None) if generation_config is not None else None
 
-        def make_inner(shared: Any = None, unsettled: int = 0) -> DraftModelDrafter:
-            size = model.get_input_embeddings().num_embeddings if unsettled and shared is None else vocab_size
-            return DraftModelDrafter(model, size, model.device, warpers, draft_confidence_threshold, memory, shared, unsettled)
+        def make_inner(**foreign: Any) -> DraftModelDrafter:
+            size = foreign.pop("vocab_size", vocab_size)
+            return DraftModelDrafter(model, size, model.device, warpers, draft_confidence_threshold, memory, **foreign)
 
         def make_drafter() -> Drafter:
             return UniversalDrafter(
                 make_inner,
+                model,
                 (lambda: tokenizer, lambda: assistant_tokenizer),
                 SpeculationStats(),
                 warpers is not None,
                 use_heterogeneous_vocab,
-                model.config.model_type.startswith("gemma"),
                 frozenset(),
             )
 

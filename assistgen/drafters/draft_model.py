@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
@@ -56,7 +55,8 @@ class _Chain:
 class DraftMemory:
     """
     What a `Speculator` keeps of a draft model between calls: the cache of the last text, for a chat's next turn, how often n-gram guesses
-    of the draft's own tokens are right, and what a forward of a target's first layers costs (any other model's is known by the model).
+    of the draft's own tokens are right, and what a forward costs if the model is made of the target anew for each call (any other's is
+    known by the model).
     """
 
     def __init__(self) -> None:
@@ -81,17 +81,16 @@ class DraftModelDrafter(Drafter):
     `method="draft_model"`.
 
     Args:
-        model (`PreTrainedModel`): the draft model, with the target's tokenizer; stays as it is. One that shares the target's weights
-            drafts without their adapters.
+        model (`PreTrainedModel`): the draft model; stays as it is. Nothing is drafted past the positions that it was made for.
         vocab_size (`int`): the target's. The draft's logits are cut or padded to it, told by contents: ids mean the same in both.
         device (`torch.device`): where the target wants the probabilities.
         warpers (`LogitsProcessorList`, *optional*): makes the distribution that drafts are drawn from; `None` drafts the likeliest token.
         confidence_threshold (`float`, *optional*): a draft ends where the likeliest token has a lower probability.
         memory (`DraftMemory`, *optional*): the cache of an earlier call.
-        shared (`list[tuple[int, int]]`, *optional*): draft ids and the target's ids for the same tokens, where the vocabularies differ;
-            only these are drafted, in the draft's ids, with distributions over the target's.
+        shared (`np.ndarray` of shape `(tokens, 2)`, *optional*): draft ids and the target's ids for the same tokens, where the
+            vocabularies differ; only these are drafted, in the draft's ids, with distributions over the target's.
         unsettled (`int`): tokens at a text's end that may be written anew (`rewrite`).
-        takes_over_cache (`bool`): the model is the target's first layers, so that it can start on their part of the target's cache.
+        num_own_layers (`int`): the model is so many of the target's first layers, and starts on their part of the target's cache.
         name (`str`): of the drafter.
         inputs (`Inputs`, *optional*): of the call; `None`: nothing but text.
     """
@@ -106,33 +105,33 @@ class DraftModelDrafter(Drafter):
         warpers: LogitsProcessorList | None = None,
         confidence_threshold: float | None = None,
         memory: DraftMemory | None = None,
-        shared: list[tuple[int, int]] | None = None,
+        shared: Any = None,
         unsettled: int = 0,
-        takes_over_cache: bool = False,
+        num_own_layers: int = 0,
         name: str = NAME,
         inputs: Inputs | None = None,
     ):
-        model = without_wrapper(model)
         target = inputs.target if inputs is not None else None
         reason = why_not(model, target)
         if reason is not None:
             raise ValueError(f"`model` can't draft: {reason}")
         self.model = model
         self._inputs = inputs
-        self._adapters = _adapters(model) if target is not None and model is without_wrapper(target) else []
         self._sees = _sees(model, inputs) if inputs is not None else None
         self._unseen = placeholders(target.config) if target is not None and self._sees is None else frozenset()
-        self._num_columns = min(vocab_size, model.get_input_embeddings().num_embeddings)
+        self._num_embeddings = model.get_input_embeddings().num_embeddings
+        self._num_columns = min(vocab_size, self._num_embeddings)
+        config = model.config.get_text_config(decoder=True)
+        self._max_length = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None) or 1 << 30
         self._columns: torch.Tensor | None = None
         self._target_ids: torch.Tensor | None = None
         if shared is not None:
+            pairs = torch.from_numpy(shared)
             # A tokenizer may have more tokens than the model has rows for.
-            shared = [
-                (ours, theirs) for ours, theirs in shared if ours < model.get_input_embeddings().num_embeddings and theirs < vocab_size
-            ]
-            self._columns, self._target_ids = torch.tensor(shared, device=model.device).T.contiguous()
+            pairs = pairs[(pairs[:, 0] < self._num_embeddings) & (pairs[:, 1] < vocab_size)].to(model.device)
+            self._columns, self._target_ids = pairs.T.contiguous()
         self._unsettled = unsettled
-        self._takes_over_cache = takes_over_cache
+        self._num_own_layers = num_own_layers
         self.name = name
         self._vocab_size = vocab_size
         self._device = device
@@ -140,7 +139,10 @@ class DraftModelDrafter(Drafter):
         self._threshold = confidence_threshold
         self._memory = memory
         self._guesses = memory.guesses if memory is not None else DepthController()
-        self._costs = memory.costs if memory is not None and takes_over_cache else costs_of(model)
+        shares_weights = target is not None and model.get_input_embeddings() is target.get_input_embeddings()
+        self._costs = memory.costs if memory is not None and shares_weights and model is not target else costs_of(model)
+        self._held: list[int] = []
+        """Of each row's text and draft, tokens in the cache."""
         self._indexes: list[NGramIndex] = []
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
@@ -154,7 +156,7 @@ class DraftModelDrafter(Drafter):
     def take_in(self, texts: list[list[int]]) -> None:
         """The rows' texts, in the draft model's ids."""
         self._texts = texts
-        self._indexes = [NGramIndex(1, 3, text[: len(text) - self._unsettled]) for text in texts]
+        self._indexes = [NGramIndex(1, 3, text[: max(0, len(text) - self._unsettled)]) for text in texts]
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self.rewrite(row, len(self._texts[row]), tokens)
@@ -170,7 +172,7 @@ class DraftModelDrafter(Drafter):
             # Of the draft, all but the last token is cached.
             self._held[row] = min(self._held[row], kept + same)
         text[kept:] = tokens
-        index.extend(text[len(index.tokens) : len(text) - self._unsettled])
+        index.extend(text[len(index.tokens) : max(0, len(text) - self._unsettled)])
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
@@ -183,24 +185,25 @@ class DraftModelDrafter(Drafter):
     @property
     def _can_be_kept(self) -> bool:
         """Whether the cache is one text's, and nothing else's."""
-        return len(self._texts) == 1 and not self._sees and not self._takes_over_cache
+        return len(self._texts) == 1 and not self._sees and not self._num_own_layers
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
+        # A draft's tokens are fed all but the last, behind the longest text.
+        longest = max(len(text) for text in self._texts) + (max(self._padding) if self._runner is not None else 0)
+        max_tokens = [min(room, max(0, self._max_length - longest)) for room in max_tokens]
         budget = plan.budget(self.name, max(max_tokens))
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
         start_of_call = self._runner is None
         if start_of_call:
-            with self._without_adapters():
-                self._start()
+            self._start()
         start = perf_counter()
         assert self._runner is not None
-        with self._without_adapters():
-            if self._looks:
-                limit = min(budget.limit, self._runner.max_width - 1)
-                drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
-            else:
-                drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
+        if self._looks:
+            limit = min(budget.limit, self._runner.max_width - 1)
+            drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
+        else:
+            drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         longest = max(len(draft.tokens) for draft in drafts)
         if longest and not start_of_call:
@@ -219,12 +222,13 @@ class DraftModelDrafter(Drafter):
                 runner.roll_back({0: shared})
                 self._runner, self._held, self._padding = runner, [shared], [0]
                 return
-        if self._takes_over_cache and self._on_targets_cache():
+        if self._num_own_layers and self._on_targets_cache():
             return
-        self._runner = self._conditioned() if self._sees else self._on_text()
-        self._runner.prefill()
+        fresh = self._conditioned() if self._sees else self._on_text()
+        fresh.prefill()
+        self._runner = fresh
         self.num_forwards += 1
-        fed = self._runner.tokens.prompt_length
+        fed = fresh.tokens.prompt_length
         self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
 
     def _on_targets_cache(self) -> bool:
@@ -236,7 +240,7 @@ class DraftModelDrafter(Drafter):
         if not 0 < held < ids.shape[1]:
             return False
         ours = DynamicCache()
-        for i in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
+        for i in range(self._num_own_layers):
             ours.update(cache.layers[i].keys, cache.layers[i].values, i)
         model_kwargs = self._text_kwargs(torch.ones(1, held, dtype=torch.long, device=self.model.device), ours)
         runner = self._make_runner(RowsInStep, ids[:, :held].to(self.model.device), model_kwargs)
@@ -252,7 +256,7 @@ class DraftModelDrafter(Drafter):
         device = self.model.device
         width = max(len(text) for text in self._texts)
         self._padding = [width - len(text) for text in self._texts]
-        ids = torch.tensor([[0] * pad + self._known(text) for pad, text in zip(self._padding, self._texts, strict=True)], device=device)
+        ids = self._known(torch.tensor([[0] * pad + text for pad, text in zip(self._padding, self._texts, strict=True)], device=device))
         # All but the last token: the first round's forward takes it in, as every round's does.
         ids = ids[:, : max(1, width - 1)]
         mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
@@ -274,14 +278,14 @@ class DraftModelDrafter(Drafter):
             with compat.unchanged(model):
                 return self._make_runner(RowsInStep, *_prepared(model, inputs))
         device = model.device
-        ids = torch.tensor([self._known(row) for row in inputs.prompt.tolist()], device=device)
+        ids = self._known(inputs.prompt.to(device))
         model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}
         parameters = inspect.signature(model.forward).parameters
         mask = inputs.attention_mask.to(device) if inputs.attention_mask is not None else None
         if model.config.is_encoder_decoder:
             encoder, source = model.get_encoder(), inputs.source
             assert source is not None
-            source = source.to(device, model.dtype) if source.is_floating_point() else source.to(device)
+            source = source.to(device, model.dtype) if source.is_floating_point() else self._known(source.to(device))
             takes_mask = mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters
             extra = {"attention_mask": mask} if takes_mask else {}
             model_kwargs["encoder_outputs"] = encoder(**{model.main_input_name: source, **extra}, return_dict=True)
@@ -297,20 +301,9 @@ class DraftModelDrafter(Drafter):
     def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
         return kind(self.model, TokenBuffer(ids), _SETTINGS, model_kwargs, returns_cache=False, rows_come_back=kind is RowsApart)
 
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        for layer in self._adapters:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in self._adapters:
-                layer._disable_adapters = False
-
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the draft model has no embedding for stand as 0: a worse guess, never an error."""
-        limit = self.model.get_input_embeddings().num_embeddings
-        return [token if token < limit else 0 for token in tokens]
+        return ids.masked_fill(ids >= self._num_embeddings, 0)
 
     def _draft_looking(self, rows: list[int], rooms: list[int], plan: Plan) -> list[Draft]:
         """
@@ -378,8 +371,7 @@ class DraftModelDrafter(Drafter):
             runner.tokens.reserve(int(max(len(self._texts[row]) + self._padding[row] for row in rows)) + step + 2)
             runner.tokens.ids[index, ends + step] = steps[-1][0][:, 0]
             starts = [len(self._texts[row]) + self._padding[row] + step for row in rows]
-            logits = runner.forward(rows, starts, [1] * len(rows), width=1, logits_to_keep=1).logits[:, -1:]
-            self.num_forwards += 1
+            logits = self._forward(rows, starts, [1] * len(rows), width=1, logits_to_keep=1)
             for row in rows:
                 self._held[row] = len(self._texts[row]) + step + 1
         tokens = torch.cat([token for token, _, _ in steps], dim=1).tolist()  # the one wait
@@ -436,13 +428,18 @@ class DraftModelDrafter(Drafter):
         starts = [at + self._padding[row] for row, at in zip(rows, held, strict=True)]
         for row, start, ids in zip(rows, starts, fed, strict=True):
             runner.tokens.reserve(start + width)
-            runner.tokens.ids[row, start : start + len(ids)] = torch.tensor(self._known(ids), device=runner.tokens.ids.device)
-        self._is_whole = False
-        logits = runner.forward(rows, starts, [len(ids) for ids in fed], width, logits_to_keep).logits
-        self._is_whole = True
-        self.num_forwards += 1
+            runner.tokens.ids[row, start : start + len(ids)] = self._known(torch.tensor(ids, device=runner.tokens.ids.device))
+        logits = self._forward(rows, starts, [len(ids) for ids in fed], width, logits_to_keep)
         for row, at, ids in zip(rows, held, fed, strict=True):
             self._held[row] = at + len(ids)
+        return logits
+
+    def _forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> torch.Tensor:
+        assert self._runner is not None
+        self._is_whole = False
+        logits = self._runner.forward(rows, starts, counts, width, logits_to_keep).logits
+        self._is_whole = True
+        self.num_forwards += 1
         return logits
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -484,8 +481,6 @@ def why_not(model: Any, target: Any = None) -> str | None:
         return f"{type(model).__name__} is no transformers model."
     if model.config.is_encoder_decoder and not (target is not None and target.config.is_encoder_decoder):
         return f"{type(model).__name__} is an encoder-decoder model; use a decoder-only one."
-    if target is not None and model is without_wrapper(target) and any(getattr(layer, "merged", False) for layer in _adapters(model)):
-        return "its adapters are merged into its weights; unmerge them first."
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     reason = compat.why_no_roll_back(cache)
     return f"{reason}." if reason is not None else None
@@ -494,11 +489,6 @@ def why_not(model: Any, target: Any = None) -> str | None:
 def without_wrapper(model: Any) -> Any:
     """The model inside a PEFT model; any other as it is."""
     return model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
-
-
-def _adapters(model: Any) -> list[Any]:
-    """PEFT's layers that add something to the model's own."""
-    return [module for module in model.modules() if hasattr(module, "_disable_adapters") and not module._disable_adapters]
 
 
 def _sees(model: Any, inputs: Inputs) -> str | None:
@@ -523,7 +513,7 @@ def _prepared(model: Any, inputs: Inputs) -> tuple[torch.Tensor, dict[str, Any]]
 
     parameters = inspect.signature(model.forward).parameters
     given = {name: value.to(model.device) for name, value in inputs.given.items() if name == "inputs" or name in parameters}
-    rows = next(iter(given.values())).shape[0]
+    rows = given["input_ids" if "input_ids" in given else "inputs"].shape[0]
     config = GenerationConfig(do_sample=False, num_beams=1, num_return_sequences=inputs.prompt.shape[0] // rows, max_new_tokens=1)
     GenerationMixin.generate(model, **given, generation_config=config, custom_generate=capture)
     input_ids, model_kwargs = prepared

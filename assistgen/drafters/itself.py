@@ -1,4 +1,7 @@
-"""A model as its own draft: its first layers, or a copy in four bits. Both share the model's other weights and change nothing of it."""
+"""A model as its own draft: its first layers, a copy in four bits, or what it is without its adapters.
+
+All are modules of their own around the model's weights: nothing of the model is changed or switched, also for other threads.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ def first_layers(model: Any, num_layers: int) -> Any:
     Raises:
         ValueError: if the model has no more layers than that, or none to be found.
     """
+    _check_no_dispatch(model, "assistant_early_exit")
     config = model.config.get_text_config(decoder=True)
     if num_layers >= config.num_hidden_layers:
         raise ValueError(f"`assistant_early_exit={num_layers}` must be less than the target's {config.num_hidden_layers} layers.")
@@ -60,9 +64,11 @@ def nf4_twin(model: Any) -> Any:
 
     Raises:
         ImportError: without bitsandbytes (`pip install assistgen[quant]`).
+        ValueError: if the model has no linear layers, or lies on several devices.
     """
     import bitsandbytes
 
+    _check_no_dispatch(model, "model")
     head = model.get_output_embeddings()
 
     def quantized(module: Any) -> Any:
@@ -77,7 +83,30 @@ def nf4_twin(model: Any) -> Any:
             twin.bias = module.bias
         return twin.to(weight.device)
 
-    return _copied(model, quantized)
+    twin = _copied(model, quantized)
+    if twin is model:
+        raise ValueError(f"`model` ({type(model).__name__}) has no linear layers that could be put into four bits.")
+    return twin
+
+
+def without_adapters(model: Any) -> Any:
+    """
+    The model that a PEFT model's adapters were added to: a draft for it. One without adapters as it is.
+
+    Raises:
+        ValueError: if they are merged into the weights, or the model lies on several devices.
+    """
+    adapted = [module for module in model.modules() if hasattr(module, "get_base_layer")]
+    if any(getattr(module, "merged", False) for module in adapted):
+        raise ValueError("`model` can't draft: its adapters are merged into its weights; unmerge them first.")
+    if adapted:
+        _check_no_dispatch(model, "model")
+    return _copied(model, lambda module: module.get_base_layer() if hasattr(module, "get_base_layer") else None)
+
+
+def _check_no_dispatch(model: Any, name: str) -> None:
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(f"`{name}` doesn't go with a model that accelerate has spread over several devices.")
 
 
 def _copied(module: Any, replacement: Callable[[Any], Any]) -> Any:
@@ -97,5 +126,6 @@ def _shell(module: Any) -> Any:
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     shell._forward_hooks, shell._forward_pre_hooks = OrderedDict(), OrderedDict()
-    vars(shell).pop("generate", None)  # an enabled model's
+    for name in ("generate", "forward"):  # an enabled model's, a compiled one's: they are bound to the model
+        vars(shell).pop(name, None)
     return shell

@@ -27,12 +27,13 @@ class UniversalDrafter(Drafter):
     `method="draft_model"` with a foreign tokenizer; with the same one after all, the draft model's own drafter.
 
     Args:
-        make_drafter: makes the draft model's drafter from the keyword arguments `shared` and `unsettled` of `DraftModelDrafter`.
+        make_drafter: makes the draft model's drafter from the keyword arguments `vocab_size` (if it isn't the target's), `shared` and
+            `unsettled` of `DraftModelDrafter`.
+        model (`PreTrainedModel`): the draft model.
         tokenizers (`tuple`): functions that give the target's tokenizer and the draft's.
         stats (`SpeculationStats`): of the call; the route and the overlap go there.
         draws (`bool`): the drafts are sampled.
         by_vocabulary (`bool`, *optional*): `use_heterogeneous_vocab`.
-        starts_with_bos (`bool`): the draft model needs a BOS that its tokenizer may not write.
         unseen (`frozenset[int]`): the target's ids that don't stand for text.
     """
 
@@ -42,15 +43,15 @@ class UniversalDrafter(Drafter):
     def __init__(
         self,
         make_drafter: Callable[..., DraftModelDrafter],
+        model: Any,
         tokenizers: tuple[Callable[[], Any], Callable[[], Any]],
         stats: SpeculationStats,
         draws: bool,
         by_vocabulary: bool | None,
-        starts_with_bos: bool,
         unseen: frozenset[int],
     ):
-        self._make_drafter, self._tokenizers, self._stats = make_drafter, tokenizers, stats
-        self._draws, self._by_vocabulary, self._starts_with_bos = draws, by_vocabulary, starts_with_bos
+        self._make_drafter, self._model, self._tokenizers, self._stats = make_drafter, model, tokenizers, stats
+        self._draws, self._by_vocabulary = draws, by_vocabulary
         self._unseen = unseen
         self._drafter: DraftModelDrafter | None = None
         self._alignments: list[Alignment] = []
@@ -67,24 +68,27 @@ class UniversalDrafter(Drafter):
             self._drafter = self._make_drafter()
             self._drafter.begin(rows)
             return
-        start = [draft.bos_token_id] if self._needs_bos(draft) else []
+        # Gemma needs a BOS, whatever its tokenizer does.
+        needs_bos = translation.draft.starts_with_bos() or self._model.config.model_type.startswith("gemma")
+        bos = translation.draft.bos_token_id
+        start = [bos] if needs_bos and bos is not None else []
         self._alignments = [Alignment(translation.target, translation.draft, start) for _ in rows]
         for alignment, row in zip(self._alignments, rows, strict=True):
             alignment.extend(token for token in row if token not in self._unseen)
         texts = [list(alignment.ids) for alignment in self._alignments]
-        same_tokens = dict(translation.shared())
+        same_tokens = translation.shared()
         by_vocabulary = self._by_vocabulary or self._draws or _overlap(rows, texts, same_tokens) >= MUCH_OVERLAP
         self._same_tokens = same_tokens if by_vocabulary else None
         counts = self._stats.drafters.setdefault(self.name, DrafterStats())
         counts.route = "vocabulary" if by_vocabulary else "text"
         counts.vocabulary_overlap = translation.overlap
-        shared = translation.shared() if by_vocabulary else None
-        self._drafter = self._make_drafter(shared=shared, unsettled=2 * Alignment.LOOK_BACK)
+        foreign: dict[str, Any] = {"unsettled": 2 * Alignment.LOOK_BACK}
+        if by_vocabulary:
+            foreign["shared"] = translation.pairs
+        else:
+            foreign["vocab_size"] = self._model.get_input_embeddings().num_embeddings
+        self._drafter = self._make_drafter(**foreign)
         self._drafter.take_in(texts)
-
-    def _needs_bos(self, tokenizer: Any) -> bool:
-        bos = tokenizer.bos_token_id
-        return bos is not None and (self._starts_with_bos or tokenizer("a").input_ids[:1] == [bos])
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         assert self._drafter is not None
