@@ -125,7 +125,7 @@ def test_a_draft_with_a_foreign_tokenizer(loaded, target, draft, by_vocabulary, 
     if tokenizer.chat_template:
         inputs = batch(tokenizer, rows)
     else:  # Gemma is no chat model, and its tokenizer needs to be told of the BOS
-        texts = [f"<bos>{text}" for text in (CODE, NOTE, "1, 2, 3, 4, 5, 6,", "The capital of France is Paris. The capital of Italy is")]
+        texts = [f"<bos>{text}" for text in ("1, 2, 3, 4, 5, 6,", NOTE, CODE, "The capital of France is Paris. The capital of Italy is")]
         inputs = dict(tokenizer(texts[:rows], return_tensors="pt", padding=True, add_special_tokens=False))
         inputs.pop("token_type_ids", None)
     before = [parameter.clone() for parameter in drafting.parameters()]
