@@ -171,15 +171,13 @@ class Speculator:
                 Vocabulary.of(inputs.tokenizer) if inputs.tokenizer is not None else Vocabulary(vocab_size, None),
                 inputs.looked_up(),
             )
-        from .drafters.draft_model import DraftModelDrafter, draft_warpers, why_not
+        from .drafters.draft_model import DraftModelDrafter, check_can_draft, draft_warpers
         from .drafters.itself import first_layers
         from .drafters.universal import UniversalDrafter
 
         num_own_layers = config.assistant_early_exit or 0
         model = first_layers(target, num_own_layers) if num_own_layers else _model_of(config, target)
-        reason = why_not(model, target)
-        if reason is not None:
-            raise ValueError(f"`model` can't draft: {reason}")
+        check_can_draft(model, target)
         draws = generation_config.do_sample and config.draft_sample_method == "probabilistic"
 
         def make_drafter(**foreign: Any) -> DraftModelDrafter:

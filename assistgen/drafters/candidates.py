@@ -13,7 +13,7 @@ from ..control import DepthController, ForwardCosts
 from ..stats import SpeculationStats
 from ..translation import translation_of
 from .base import Draft, Drafter, Plan
-from .draft_model import DraftMemory, DraftModelDrafter, draft_warpers
+from .draft_model import DraftMemory, DraftModelDrafter, check_can_draft, draft_warpers
 from .ngram import NGramDrafter
 from .suffix import SuffixDrafter
 from .universal import UniversalDrafter
@@ -24,7 +24,7 @@ class _OneRowGenerator(CandidateGenerator):
 
     requires_model_outputs = False
 
-    def __init__(self, make_drafter: Callable[[], Drafter], num_speculative_tokens: int, max_length: int | None):
+    def __init__(self, make_drafter: Callable[..., Drafter], num_speculative_tokens: int, max_length: int | None):
         self.num_speculative_tokens = num_speculative_tokens
         self.max_length = max_length
         self._make_drafter = make_drafter
@@ -160,16 +160,18 @@ class DraftModelCandidateGenerator(_OneRowGenerator):
             num_speculative_tokens=num_speculative_tokens,
             draft_confidence_threshold=draft_confidence_threshold,
         )  # checks them
+        check_can_draft(model)
         memory = DraftMemory()
+        warpers = draft_warpers(generation_config, None) if generation_config is not None else None
 
-        def make_drafter() -> Drafter:
-            warpers = draft_warpers(generation_config, None) if generation_config is not None else None
-            return DraftModelDrafter(model, vocab_size, model.device, warpers, draft_confidence_threshold, memory)
+        def make_drafter(**foreign: Any) -> DraftModelDrafter:
+            size = foreign.pop("vocab_size", vocab_size)
+            return DraftModelDrafter(model, size, model.device, warpers, draft_confidence_threshold, memory, **foreign)
 
         super().__init__(make_drafter, num_speculative_tokens, max_length)
 
 
-class UniversalCandidateGenerator(_OneRowGenerator):
+class UniversalCandidateGenerator(DraftModelCandidateGenerator):
     """
     A draft model with a foreign tokenizer for transformers' own assisted decoding, one row. It drafts by text, or token for token where
     the vocabularies hardly differ or the drafts are drawn.
@@ -198,34 +200,20 @@ class UniversalCandidateGenerator(_OneRowGenerator):
         generation_config: Any = None,
         max_length: int | None = None,
     ):
-        SpeculationConfig(
-            method="draft_model",
-            model=model,
-            num_speculative_tokens=num_speculative_tokens,
-            draft_confidence_threshold=draft_confidence_threshold,
-            use_heterogeneous_vocab=use_heterogeneous_vocab,
-        )  # checks them
+        super().__init__(model, vocab_size, num_speculative_tokens, draft_confidence_threshold, generation_config, max_length)
+        SpeculationConfig(method="draft_model", model=model, use_heterogeneous_vocab=use_heterogeneous_vocab)  # checks it
         if use_heterogeneous_vocab is False and translation_of(tokenizer, assistant_tokenizer) is not None:
             raise ValueError("`use_heterogeneous_vocab=False`, and `assistant_tokenizer` differs from `tokenizer`.")
-        memory = DraftMemory()
-        warpers = draft_warpers(generation_config, None) if generation_config is not None else None
-
-        def make_inner(**foreign: Any) -> DraftModelDrafter:
-            size = foreign.pop("vocab_size", vocab_size)
-            return DraftModelDrafter(model, size, model.device, warpers, draft_confidence_threshold, memory, **foreign)
-
-        def make_drafter() -> Drafter:
-            return UniversalDrafter(
-                make_inner,
-                model,
-                (lambda: tokenizer, lambda: assistant_tokenizer),
-                SpeculationStats(),
-                warpers is not None,
-                use_heterogeneous_vocab,
-                frozenset(),
-            )
-
-        super().__init__(make_drafter, num_speculative_tokens, max_length)
+        make_drafter: Any = self._make_drafter
+        self._make_drafter = lambda: UniversalDrafter(
+            make_drafter,
+            model,
+            (lambda: tokenizer, lambda: assistant_tokenizer),
+            SpeculationStats(),
+            generation_config is not None,
+            use_heterogeneous_vocab,
+            frozenset(),
+        )
 
 
 class CandidateGeneratorDrafter(Drafter):

@@ -112,9 +112,6 @@ class DraftModelDrafter(Drafter):
         inputs: Inputs | None = None,
     ):
         target = inputs.target if inputs is not None else None
-        reason = why_not(model, target)
-        if reason is not None:
-            raise ValueError(f"`model` can't draft: {reason}")
         self.model = model
         self._inputs = inputs
         self._sees = _sees(model, inputs) if inputs is not None else None
@@ -475,20 +472,20 @@ IMAGES, SOURCE = "images", "source"
 _SETTINGS = SimpleNamespace(prefill_chunk_size=None, output_attentions=False, max_length=1 << 30)
 
 
-def why_not(model: Any, target: Any = None) -> str | None:
-    """Why a model can't draft (for this target, if there is one), or `None` if it can."""
+def check_can_draft(model: Any, target: Any = None) -> None:
+    """
+    Raises:
+        ValueError: if the model can't draft, or not for this target.
+    """
+    reason = None
     if not callable(getattr(model, "forward", None)) or not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        return f"{type(model).__name__} is no transformers model."
-    if model.config.is_encoder_decoder and not (target is not None and target.config.is_encoder_decoder):
-        return f"{type(model).__name__} is an encoder-decoder model; use a decoder-only one."
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    reason = compat.why_no_roll_back(cache)
-    return f"{reason}." if reason is not None else None
-
-
-def without_wrapper(model: Any) -> Any:
-    """The model inside a PEFT model; any other as it is."""
-    return model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+        reason = f"{type(model).__name__} is no transformers model"
+    elif model.config.is_encoder_decoder and not (target is not None and target.config.is_encoder_decoder):
+        reason = f"{type(model).__name__} is an encoder-decoder model; use a decoder-only one"
+    else:
+        reason = compat.why_no_roll_back(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    if reason is not None:
+        raise ValueError(f"`model` can't draft: {reason}.")
 
 
 def _sees(model: Any, inputs: Inputs) -> str | None:
