@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     console = Console(highlight=False)
-    dtype = _dtype(arguments.dtype)
+    dtype = dtype_named(arguments.dtype)
     model, tokenizer = weights.load(arguments.model, dtype)
     if torch.cuda.is_available():
         model.to("cuda")
@@ -127,7 +127,8 @@ class Run:
         return chunks.output, seconds
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """A dtype by its name; `"auto"`: bfloat16 where the machine is fast at it, otherwise float32."""
     if name == "auto":
         fast = torch.cuda.is_available() or (hasattr(torch.cpu, "_is_avx512_bf16_supported") and torch.cpu._is_avx512_bf16_supported())
         return torch.bfloat16 if fast else torch.float32

@@ -21,7 +21,7 @@ import torch
 
 import assistgen
 from assistgen import compat, identity, weights
-from assistgen.quickstart import _dtype
+from assistgen.quickstart import dtype_named
 from assistgen.streaming import Chunk, IncrementalText
 from assistgen.target import costs_of
 
@@ -315,7 +315,7 @@ class Host:
 
     def __init__(self, names: list[str], dtype: str = "auto", keep: int = 2):
         self.names = names
-        self._dtype, self._keep = _dtype(dtype), keep
+        self._dtype, self._keep = dtype_named(dtype), keep
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._loading = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
