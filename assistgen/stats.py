@@ -123,7 +123,8 @@ class SpeculationStats:
             total.num_drafts += counts.num_drafts
             total.num_draft_tokens += counts.num_draft_tokens
             total.num_accepted_tokens += counts.num_accepted_tokens
-            total.route, total.vocabulary_overlap = counts.route, counts.vocabulary_overlap
+            if counts.route is not None:
+                total.route, total.vocabulary_overlap = counts.route, counts.vocabulary_overlap
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
         self.ttft_s = other.ttft_s

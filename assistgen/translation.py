@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -20,6 +21,8 @@ import numpy as np
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""What it writes for a byte."""
 
 
 @lru_cache(maxsize=1)
@@ -86,7 +89,7 @@ class TokenText:
             if all(character in characters for character in piece):
                 return bytes(characters[character] for character in piece)
             return piece.encode()
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if BYTE.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
 
@@ -100,7 +103,7 @@ class TokenText:
         return found
 
     def _is_byte(self, token: int) -> bool:
-        return not self._is_byte_level and self._piece(token).startswith("<0x")
+        return not self._is_byte_level and BYTE.fullmatch(self._piece(token)) is not None
 
     def _piece(self, token: int) -> str:
         piece = self._backend.id_to_token(token) if self._backend is not None else self._tokenizer.convert_ids_to_tokens(token)

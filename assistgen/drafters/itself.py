@@ -97,10 +97,11 @@ def without_adapters(model: Any) -> Any:
         ValueError: if they are merged into the weights, or the model lies on several devices.
     """
     adapted = [module for module in model.modules() if hasattr(module, "get_base_layer")]
+    if not adapted:
+        return model
     if any(getattr(module, "merged", False) for module in adapted):
         raise ValueError("`model` can't draft: its adapters are merged into its weights; unmerge them first.")
-    if adapted:
-        _check_no_dispatch(model, "model")
+    _check_no_dispatch(model, "model")
     return _copied(model, lambda module: module.get_base_layer() if hasattr(module, "get_base_layer") else None)
 
 
