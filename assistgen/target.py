@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.cache_utils import StaticCache
 from . import compat
 from .cache import FULL, SLIDING, RecurrentStates, RowCache
 from .control import ForwardCosts
+from .linear import FewTokens, quick_products
 from .tokens import TokenBuffer
 
 
@@ -65,6 +66,11 @@ class Target(ABC):
         self.cached = 0
         """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
         self.forwards = 0
+        self._products: FewTokens | None = None
+
+    def get_ready(self) -> None:
+        """What takes time and can wait until the first token is out."""
+        self._products = quick_products(self.model)
 
     def prefill(self) -> Any:
         """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
@@ -76,11 +82,12 @@ class Target(ABC):
         self.forwards += 1 if chunk is None else -(-self.tokens.prompt_length // chunk)
         return outputs
 
-    def _forward(self, inputs: dict[str, Any], logits_to_keep: int) -> Any:
+    def _forward(self, inputs: dict[str, Any], tokens: int, logits_to_keep: int) -> Any:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits_to_keep
         self.forwards += 1
-        return self.model(**inputs, return_dict=True)
+        with self._products.over(tokens) if self._products is not None else nullcontext():
+            return self.model(**inputs, return_dict=True)
 
     @property
     def cache(self) -> Any:
@@ -183,7 +190,7 @@ class RowsInStep(Target):
             **self._kwargs(end - self.tokens.prompt_length),
         )
         first = width - logits_to_keep + min(self.leads)
-        outputs = self._forward(inputs, self.fed - first)
+        outputs = self._forward(inputs, len(self.tokens.lengths) * self.fed, self.fed - first)
         self._held = end
         logits = outputs.logits
         if len(self.tokens.lengths) == 1:
@@ -313,7 +320,7 @@ class RowsApart(Target):
                 "attention_mask": self._attention_mask(cache, slots, index),
             },
         )
-        outputs = self._forward(inputs, logits_to_keep)
+        outputs = self._forward(inputs, len(rows) * width, logits_to_keep)
         outputs.logits = outputs.logits[:, -logits_to_keep:]
         return outputs
 

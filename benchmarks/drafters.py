@@ -61,7 +61,7 @@ def main() -> None:
             {"drafters": ["ngram", {"method": "draft_model", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}]}
         ),
     }
-    compare(target, tokenizer, {side: ways[side]() for side in ways}, arguments.per_category, arguments.tokens, arguments.max_characters)
+    compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, arguments.per_category, arguments.tokens, arguments.max_characters)
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:

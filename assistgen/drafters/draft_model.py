@@ -223,6 +223,7 @@ class DraftModelDrafter(Drafter):
             return
         fresh = self._conditioned() if self._sees else self._on_text()
         fresh.prefill()
+        fresh.get_ready()
         self._runner = fresh
         self.num_forwards += 1
         fed = fresh.tokens.prompt_length
@@ -242,6 +243,7 @@ class DraftModelDrafter(Drafter):
         model_kwargs = self._text_kwargs(torch.ones(1, held, dtype=torch.long, device=self.model.device), ours)
         runner = self._make_runner(RowsInStep, ids[:, :held].to(self.model.device), model_kwargs)
         runner.adopt()
+        runner.get_ready()
         self._runner, self._held, self._padding = runner, [held], [0]
         return True
 

@@ -25,9 +25,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray, njit
+
+from ..kernels import compiled, pointer
 
 
 LENGTH, LINK, COUNT, END, TOKEN, NEXT = range(6)
@@ -46,40 +46,24 @@ SEPARATOR = -1
 SHORTER_PROMISE = 2.5
 
 
-def compiled(function: Any) -> Any:
-    """`njit`, with the result kept on disk where numba finds a place for it."""
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:
-        return njit(function)
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), code
-
-
 @njit(inline="always")
 def _states(meta: Any) -> Any:
-    return carray(_pointer(meta[STATES]), (meta[STATES_ROOM], STATE_FIELDS), np.int32)
+    return carray(pointer(meta[STATES]), (meta[STATES_ROOM], STATE_FIELDS), np.int32)
 
 
 @njit(inline="always")
 def _edges(meta: Any) -> Any:
-    return carray(_pointer(meta[EDGES]), (meta[EDGES_ROOM], EDGE_FIELDS), np.int32)
+    return carray(pointer(meta[EDGES]), (meta[EDGES_ROOM], EDGE_FIELDS), np.int32)
 
 
 @njit(inline="always")
 def _buckets(meta: Any) -> Any:
-    return carray(_pointer(meta[BUCKETS]), (meta[EDGES_ROOM],), np.int32)
+    return carray(pointer(meta[BUCKETS]), (meta[EDGES_ROOM],), np.int32)
 
 
 @njit(inline="always")
 def _text(meta: Any) -> Any:
-    return carray(_pointer(meta[TEXT]), (meta[TEXT_ROOM],), np.int32)
+    return carray(pointer(meta[TEXT]), (meta[TEXT_ROOM],), np.int32)
 
 
 @njit(inline="always")
@@ -307,7 +291,7 @@ def advance(tokens: Any, places: Any, metas: Any) -> None:
         metas: addresses of the automata's `meta`.
     """
     for i in range(metas.shape[0]):
-        meta = carray(_pointer(metas[i]), (META_FIELDS,), np.int64)
+        meta = carray(pointer(metas[i]), (META_FIELDS,), np.int64)
         states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
         state, length = places[i, 0], places[i, 1]
         for token in tokens:
@@ -451,7 +435,7 @@ def propose(
     """
     row, n, size, score = 0, 0, 0, 0.0
     if is_own:
-        meta = carray(_pointer(metas[0]), (META_FIELDS,), np.int64)
+        meta = carray(pointer(metas[0]), (META_FIELDS,), np.int64)
         return _propose(meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
     longest = 0
     for i in range(metas.shape[0]):
@@ -459,7 +443,7 @@ def propose(
     for knows_longest in (True, False):
         for i in range(metas.shape[0]):
             if (places[i, 1] == longest) == knows_longest and longest > 0:
-                meta = carray(_pointer(metas[i]), (META_FIELDS,), np.int64)
+                meta = carray(pointer(metas[i]), (META_FIELDS,), np.int64)
                 found = _propose(places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
                 if found[3] > score:
                     row, n, size, score = found

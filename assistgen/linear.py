@@ -1,0 +1,139 @@
+"""
+Linear layers over a few tokens on a CPU.
+
+A forward over one token is bound by reading the weights. One over eight could cost hardly more, and speculation lives on that, but the
+libraries behind torch may not be made for it: on a CPU without bfloat16 instructions they multiply bfloat16 weights with each token in
+turn, and write float32 weights out anew for a product with four. There a kernel of our own reads each weight once. Which way is quicker
+is measured, for the model's own shape of weights, once in a process. One token goes torch's way, as in plain decoding.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+MIN_WEIGHT = 1 << 18
+"""Numbers in a weight that is worth the call."""
+SAMPLES = {2: (2, 3), 4: (4, 8), 16: (9, 64)}
+"""Numbers of tokens that are measured, and from where to where each says which way is quicker."""
+MARGIN = 1.25
+"""So many times torch's speed, at least: what is measured in milliseconds isn't exact, and the detour slows the other layers down."""
+
+_lock = threading.Lock()
+_forked = threading.Event()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked.set)  # OpenMP's threads don't survive a fork
+
+
+def quick_products(model: Any) -> FewTokens | None:
+    """How a model's linear layers are quicker over a few tokens than by torch's own way, or `None`. Measures, if it must."""
+    if model.device.type != "cpu" or model.dtype not in DTYPES or _forked.is_set() or _is_compiled(model):
+        return None
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    shapes = Counter(tuple(weight.shape) for weight in weights if _is_big(weight))
+    if not shapes:
+        return None
+    outputs, inputs = max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1])
+    with _lock:
+        quick = [tokens for tokens in SAMPLES if _speed_up(model.dtype, outputs, inputs, tokens) >= MARGIN]
+    return FewTokens({n for tokens in quick for n in range(SAMPLES[tokens][0], SAMPLES[tokens][1] + 1)}) if quick else None
+
+
+def _is_compiled(model: Any) -> bool:
+    """A compiled forward would be compiled anew for a function mode."""
+    wrapped = isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model.forward, "_torchdynamo_orig_callable")
+    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def _is_big(weight: torch.Tensor) -> bool:
+    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.device.type == "cpu" and weight.dtype in DTYPES
+    return is_plain and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
+
+
+class FewTokens(TorchFunctionMode):
+    """
+    While it is entered, this thread's linear layers go by `product` where that is quicker. The model stays as it is.
+
+    Args:
+        counts (`Set[int]`): the numbers of tokens for which it is.
+    """
+
+    def __init__(self, counts: Set[int]):
+        super().__init__()
+        self._counts = counts
+
+    def over(self, tokens: int) -> AbstractContextManager[Any]:
+        """For a forward over so many tokens."""
+        return self if tokens in self._counts else nullcontext()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs and self._takes(*args):
+            return product(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+        is_whole = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+        fits = _is_big(weight) and x.dtype == weight.dtype and x.device == weight.device and is_whole
+        return fits and x.numel() // weight.shape[1] in self._counts and not torch.is_grad_enabled()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    `torch.nn.functional.linear` by our own kernel.
+
+    Args:
+        x (`torch.Tensor` of shape `(…, inputs)`): float32 or bfloat16. Sums are in float32.
+        weight (`torch.Tensor` of shape `(outputs, inputs)`), bias (`torch.Tensor` of shape `(outputs,)`, *optional*): of the same type,
+            contiguous, on the CPU.
+
+    Returns:
+        `torch.Tensor` of shape `(…, outputs)`.
+    """
+    import numba
+
+    from . import kernels
+
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    (outputs, inputs), x = weight.shape, x.contiguous()
+    tokens = x.numel() // inputs
+    out = torch.empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs, dtype=x.dtype)
+    multiply = kernels.multiply_bfloat16 if x.dtype == torch.bfloat16 else kernels.multiply_float32
+    addresses = weight.data_ptr(), x.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr()
+    multiply(*addresses, outputs, inputs, tokens)
+    return out[:tokens].view(*x.shape[:-1], outputs)
+
+
+@cache
+def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
+    """How many times as quick as torch's our own product of so many tokens is, on weights that no cache of the processor holds."""
+    copies = -(-(1 << 25) // (outputs * inputs))
+    weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
+    x = torch.ones(tokens, inputs, dtype=dtype)
+
+    def seconds(way: Callable[..., torch.Tensor]) -> float:
+        best = float("inf")
+        for _ in range(3):
+            before = perf_counter()
+            for weight in weights:
+                way(x, weight)
+            best = min(best, perf_counter() - before)
+        return best
+
+    with torch.no_grad():
+        product(x, weights[0])  # compiles
+        import numba
+
+        if numba.threading_layer() == "workqueue":  # which ends the process if two threads are in it
+            return 0.0
+        return seconds(torch.nn.functional.linear) / seconds(product)
