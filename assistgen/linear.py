@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from time import perf_counter
@@ -25,8 +25,12 @@ from torch.overrides import TorchFunctionMode
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
-SAMPLES = {2: (2, 3), 4: (4, 8), 16: (9, 64)}
+SAMPLES = {2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 1 << 30)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
+AT_ONCE = 64
+"""Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
+MIN_WORK = 2 * 10**10
+"""Products of two numbers in a prefill that repays, in the first call of a process, the seconds that getting ready takes."""
 MARGIN = 1.25
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact, and the detour slows the other layers down."""
 
@@ -36,7 +40,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked.set)  # OpenMP's threads don't survive a fork
 
 
-def quick_products(model: Any) -> FewTokens | None:
+def quick_products(model: Any) -> QuickProducts | None:
     """How a model's linear layers are quicker over a few tokens than by torch's own way, or `None`. Measures, if it must."""
     if model.device.type != "cpu" or model.dtype not in DTYPES or _forked.is_set() or _is_compiled(model):
         return None
@@ -47,7 +51,18 @@ def quick_products(model: Any) -> FewTokens | None:
     outputs, inputs = max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1])
     with _lock:
         quick = [tokens for tokens in SAMPLES if _speed_up(model.dtype, outputs, inputs, tokens) >= MARGIN]
-    return FewTokens({n for tokens in quick for n in range(SAMPLES[tokens][0], SAMPLES[tokens][1] + 1)}) if quick else None
+    return QuickProducts([SAMPLES[tokens] for tokens in quick]) if quick else None
+
+
+def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
+    """
+    For a prefill of so many tokens: torch's own way, which plain decoding goes, but where that takes bfloat16 weights a token at a time.
+    Doesn't look at a clock, so that a prompt is taken in the same way in each call.
+    """
+    if model.device.type == "cpu" and model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        work = tokens * sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+        return (quick_products(model) if work >= MIN_WORK else None) or nullcontext()
+    return nullcontext()
 
 
 def _is_compiled(model: Any) -> bool:
@@ -61,21 +76,24 @@ def _is_big(weight: torch.Tensor) -> bool:
     return is_plain and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
 
 
-class FewTokens(TorchFunctionMode):
+class QuickProducts(TorchFunctionMode):
     """
     While it is entered, this thread's linear layers go by `product` where that is quicker. The model stays as it is.
 
     Args:
-        counts (`Set[int]`): the numbers of tokens for which it is.
+        ranges (`Sequence[tuple[int, int]]`): from how many tokens to how many it is.
     """
 
-    def __init__(self, counts: Set[int]):
+    def __init__(self, ranges: Sequence[tuple[int, int]]):
         super().__init__()
-        self._counts = counts
+        self._ranges = ranges
+
+    def pays(self, tokens: int) -> bool:
+        return any(low <= tokens <= high for low, high in self._ranges)
 
     def over(self, tokens: int) -> AbstractContextManager[Any]:
         """For a forward over so many tokens."""
-        return self if tokens in self._counts else nullcontext()
+        return self if self.pays(tokens) else nullcontext()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and self._takes(*args):
@@ -85,7 +103,7 @@ class FewTokens(TorchFunctionMode):
     def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
         is_whole = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
         fits = _is_big(weight) and x.dtype == weight.dtype and x.device == weight.device and is_whole
-        return fits and x.numel() // weight.shape[1] in self._counts and not torch.is_grad_enabled()
+        return fits and self.pays(x.numel() // weight.shape[1]) and not torch.is_grad_enabled()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,15 +127,17 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     tokens = x.numel() // inputs
     out = torch.empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs, dtype=x.dtype)
     multiply = kernels.multiply_bfloat16 if x.dtype == torch.bfloat16 else kernels.multiply_float32
-    addresses = weight.data_ptr(), x.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr()
-    multiply(*addresses, outputs, inputs, tokens)
+    added = bias.data_ptr() if bias is not None else 0
+    for start in range(0, tokens, AT_ONCE):
+        from_, to = x.data_ptr() + start * inputs * x.itemsize, out.data_ptr() + start * outputs * x.itemsize
+        multiply(weight.data_ptr(), from_, added, to, outputs, inputs, min(AT_ONCE, tokens - start))
     return out[:tokens].view(*x.shape[:-1], outputs)
 
 
 @cache
 def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
     """How many times as quick as torch's our own product of so many tokens is, on weights that no cache of the processor holds."""
-    copies = -(-(1 << 25) // (outputs * inputs))
+    copies = -(-(1 << 25) // (outputs * inputs)) if tokens < AT_ONCE else 1
     weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
     x = torch.ones(tokens, inputs, dtype=dtype)
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticCache
 from . import compat
 from .cache import FULL, SLIDING, RecurrentStates, RowCache
 from .control import ForwardCosts
-from .linear import FewTokens, quick_products
+from .linear import QuickProducts, over_prompt, quick_products
 from .tokens import TokenBuffer
 
 
@@ -66,7 +66,7 @@ class Target(ABC):
         self.cached = 0
         """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
         self.forwards = 0
-        self._products: FewTokens | None = None
+        self._products: QuickProducts | None = None
 
     def get_ready(self) -> None:
         """What takes time and can wait until the first token is out."""
@@ -75,7 +75,9 @@ class Target(ABC):
     def prefill(self) -> Any:
         """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
         chunk = self.generation_config.prefill_chunk_size
-        outputs = self.model._prefill(self.tokens.ids[:, : self.tokens.prompt_length], self.generation_config, self.model_kwargs)
+        prompt = self.tokens.ids[:, : self.tokens.prompt_length]
+        with over_prompt(self.model, prompt.numel()):
+            outputs = self.model._prefill(prompt, self.generation_config, self.model_kwargs)
         if compat.CACHE in outputs:
             self.model_kwargs[compat.CACHE] = outputs[compat.CACHE]
         self.cached = compat.length_of(self.cache, default=self.tokens.prompt_length)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import platform
+import random
 import statistics
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -92,6 +95,34 @@ def spec_bench(per_category: int, max_characters: int = 3600) -> list[dict[str, 
             seen[category] = seen.get(category, 0) + 1
             chosen.append({"category": category, "prompt": item["turns"][0], "id": item["question_id"]})
     return chosen
+
+
+EDITS = (
+    "Rename the parameter `{name}` to `{name}_` everywhere in this function.",
+    "Add a one-line docstring to this function.",
+    "Add type annotations to the parameters of this function.",
+    "Add the parameter `verbose=False` at the end of this function's parameters, and nothing else.",
+)
+
+
+def code_edits(number: int, max_characters: int = 1200) -> list[dict[str, Any]]:
+    """Requests to change a function of Python's library and give all of it back; the same ones on every machine with this Python."""
+    functions = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_text(errors="ignore")
+        for node in ast.parse(text).body:
+            source = ast.get_source_segment(text, node) if isinstance(node, ast.FunctionDef) and node.args.args else None
+            if source is not None and max_characters // 2 < len(source) < max_characters and ast.get_docstring(node) is None:
+                functions.append((node.args.args[0].arg, source))
+    chosen = random.Random(0).sample(functions, number)
+    return [
+        {
+            "category": "code edits",
+            "prompt": f"{EDITS[i % len(EDITS)].format(name=name)} Give back the whole function.\n\n```python\n{source}\n```",
+            "id": i,
+        }
+        for i, (name, source) in enumerate(chosen)
+    ]
 
 
 def chat(tokenizer: Any, text: str) -> dict[str, Any]:

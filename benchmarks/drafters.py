@@ -17,7 +17,7 @@ import transformers
 import assistgen
 from assistgen import identity, weights
 
-from .common import chat, finish, geometric_mean, interval, machine, show, spec_bench
+from .common import chat, code_edits, finish, geometric_mean, interval, machine, show, spec_bench
 
 
 class Clock:
@@ -40,6 +40,7 @@ def nf4(name: str, dtype: torch.dtype) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", default="spec-bench", choices=("spec-bench", "code-edits"))
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
@@ -61,7 +62,12 @@ def main() -> None:
             {"drafters": ["ngram", {"method": "draft_model", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}]}
         ),
     }
-    compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, arguments.per_category, arguments.tokens, arguments.max_characters)
+    items = (
+        code_edits(arguments.per_category)
+        if arguments.prompts == "code-edits"
+        else spec_bench(arguments.per_category, arguments.max_characters)
+    )
+    compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, items, arguments.tokens)
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -70,12 +76,13 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
     return weights.load(name, getattr(torch, dtype))
 
 
-def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int, tokens: int, max_characters: int) -> None:
+def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[str, Any]], tokens: int) -> None:
     """
     Runs plain decoding and each way on every prompt, in rotating order, and prints the ratios.
 
     Args:
         ways: for each side's name a `Speculator`, or transformers' own arguments as a dict.
+        items: prompts with their category, as of `spec_bench`.
     """
     print(machine())
 
@@ -107,7 +114,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], per_category: int
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draft_ms: dict[str, list[float]] = defaultdict(list)
     differences: dict[str, int] = defaultdict(int)
-    for number, item in enumerate(spec_bench(per_category, max_characters)):
+    for number, item in enumerate(items):
         inputs = chat(tokenizer, item["prompt"])
         order = [sides[(number + i) % len(sides)] for i in range(len(sides))]
         results = {side: run(side, inputs, tokens) for side in order}

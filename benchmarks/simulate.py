@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from assistgen import weights
 from assistgen.control import DepthController, ForwardCosts, ShadowedDraft
-from assistgen.drafters.base import Draft, chance_of
+from assistgen.drafters.base import Draft, Drafter, chance_of
+from assistgen.drafters.ngram import NGramDrafter
+from assistgen.drafters.suffix import SuffixDrafter
+
+from .record import RECORDINGS
+from .replay import Request
+from .replay import recorded as answered
 
 
 LIMIT = 15
@@ -270,6 +279,22 @@ def recorded(path: Path, draft_ms: float, length: int = 2_000) -> Stream:
     return Stream([steps[i % len(steps)] for i in range(max(length, len(steps)))], draft_ms)
 
 
+def guessed(requests: list[Request], make: Callable[[], Drafter], length: int = 2_000) -> Stream:
+    """What a drafter without a model guesses at each place of recorded answers, end to end, repeated up to `length` tokens."""
+    steps: list[Step] = []
+    plan = DepthController("constant").plan(1, ForwardCosts())
+    for prompt, output in requests:
+        drafter = make()
+        drafter.begin([prompt + output[:1]])
+        for at in range(1, len(output)):
+            draft = drafter.propose([0], [LIMIT], plan)[0]
+            right = next((i for i, token in enumerate(draft.tokens) if output[at + i : at + i + 1] != [token]), len(draft.tokens))
+            steps.append(Step(tuple(draft.evidence[min(i, len(draft.evidence) - 1)] for i in range(len(draft.tokens))), right))
+            drafter.commit(0, [output[at]])
+        drafter.end()
+    return Stream([steps[i % len(steps)] for i in range(max(length, len(steps)))])
+
+
 def policies(is_free: bool) -> dict[str, Callable[[], Policy]]:
     fixed: dict[str, Callable[[], Policy]] = {f"fixed {k}": lambda k=k: Fixed(k) for k in FIXED}  # type: ignore[misc]
     return fixed | {
@@ -295,16 +320,19 @@ def compare(stream: Stream, curve: dict[int, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    from .record import RECORDINGS
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(weights.locate("qwen2.5-coder-1.5b"))
+    free = {}
+    for path in sorted(RECORDINGS.glob("*.json")):
+        requests = answered(tokenizer, path)[path.stem]
+        free |= {f"recorded {drafter.name}": guessed(requests, drafter) for drafter in (NGramDrafter, SuffixDrafter)}
     results: dict[str, Any] = {}
     for curve_name, curve in CURVES.items():
         plain = cost(curve, 1)
         for draft_name, share in (("free drafts", 0.0), ("drafts at 0.25 of a plain step", 0.25)):
             print(f"\n{curve_name}, {draft_name}: speed over plain decoding")
-            table = streams(share * plain)
+            table = streams(share * plain) | ({} if share else free)
             if share:
                 table |= {f"recorded {path.stem}": recorded(path, share * plain) for path in sorted(RECORDINGS.glob("*.json"))}
             rows = {name: compare(stream, curve) for name, stream in table.items()}

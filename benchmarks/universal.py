@@ -9,6 +9,7 @@ import argparse
 
 import assistgen
 
+from .common import spec_bench
 from .drafters import compare, load
 
 
@@ -30,14 +31,8 @@ def main() -> None:
         "vocabulary": assistgen.Speculator({"method": "draft_model", "model": draft, "use_heterogeneous_vocab": True}),
         "auto": assistgen.Speculator({"method": "auto", "model": draft}),
     }
-    compare(
-        target,
-        tokenizer,
-        {side: ways[side] for side in arguments.sides},
-        arguments.per_category,
-        arguments.tokens,
-        arguments.max_characters,
-    )
+    items = spec_bench(arguments.per_category, arguments.max_characters)
+    compare(target, tokenizer, {side: ways[side] for side in arguments.sides}, items, arguments.tokens)
 
 
 if __name__ == "__main__":

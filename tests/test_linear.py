@@ -17,7 +17,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(3, 8), (64, 33), (301, 96)])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 150])
 def test_product_is_torchs(dtype, with_bias, outputs, inputs, tokens):
     torch.manual_seed(0)
     x, weight = torch.randn(1, tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
@@ -91,7 +91,7 @@ def test_not_before_the_first_token(eager):
 
 def test_only_this_thread_and_only_while_entered(eager):
     layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
-    mode = linear.FewTokens({4})
+    mode = linear.QuickProducts([(4, 4)])
     with torch.no_grad():
         with mode.over(4):
             layer(x)
@@ -106,7 +106,7 @@ def test_only_this_thread_and_only_while_entered(eager):
 
 def test_torchs_own_way_where_gradients_are_wanted(eager):
     layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
-    with torch.enable_grad(), linear.FewTokens({4}).over(4):
+    with torch.enable_grad(), linear.QuickProducts([(4, 4)]).over(4):
         layer(x).sum().backward()
     assert eager == [] and layer.weight.grad is not None
 
@@ -122,12 +122,26 @@ def test_which_models(eager):
     assert linear.quick_products(compiled) is None
 
 
+def test_prompts(eager, monkeypatch):
+    """A prefill goes torch's own way, but in bfloat16 on a CPU without instructions for it, if it is long."""
+    model, other = build(dtype=torch.bfloat16), build(dtype=torch.float32)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not isinstance(linear.over_prompt(model, 100), linear.QuickProducts)
+    monkeypatch.setattr(linear, "MIN_WORK", 1000)
+    assert isinstance(linear.over_prompt(model, 100), linear.QuickProducts)
+    assert not isinstance(linear.over_prompt(other, 100), linear.QuickProducts)
+    assistgen.generate(model, prompt(100), max_new_tokens=1, do_sample=False, speculation="ngram")
+    assert 100 in eager
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not isinstance(linear.over_prompt(model, 100), linear.QuickProducts)
+
+
 def test_small_weights_are_left_alone():
     assert linear.quick_products(build(dtype=torch.float32)) is None
 
 
 def test_where_it_is_not_quicker(eager, monkeypatch):
-    speed_ups = {2: 0.9, 4: 1.5, 16: 1.1}
+    speed_ups = {2: 0.9, 4: 1.5, 16: 1.1, 64: 1.2}
     monkeypatch.setattr(linear, "_speed_up", lambda dtype, outputs, inputs, tokens: speed_ups[tokens])
     mode = linear.quick_products(build(dtype=torch.float32))
     assert [n for n in range(80) if mode.over(n) is mode] == [4, 5, 6, 7, 8]
