@@ -107,15 +107,29 @@ def _multiply(weight: Any, x: Any, bias: Any, out: Any) -> None:
                     out[m + i, n + j] = _stored(sums[i] + more, out[0, 0])
 
 
+@compiled(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _multiply_one(weight: Any, x: Any, bias: Any, out: Any) -> None:
+    wide = np.zeros(x.shape[1], np.float32)
+    for k in range(x.shape[1]):
+        wide[k] = _widened(x[0, k])
+    for n in prange(weight.shape[0]):
+        total = np.float32(0)
+        for k in range(weight.shape[1]):
+            total += _widened(weight[n, k]) * wide[k]
+        out[0, n] = _stored(total + _widened(bias[n]) if bias.shape[0] else total, out[0, 0])
+
+
 def _at(dtype: Any) -> Any:
     def multiply(weight: int, x: int, bias: int, out: int, outputs: int, inputs: int, tokens: int) -> None:
+        weights = carray(pointer(weight), (outputs, inputs), dtype)
+        given = carray(pointer(x), (tokens, inputs), dtype)
+        added = carray(pointer(bias), (outputs if bias else 0,), dtype)
         padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
-        _multiply(
-            carray(pointer(weight), (outputs, inputs), dtype),
-            carray(pointer(x), (tokens, inputs), dtype),
-            carray(pointer(bias), (outputs if bias else 0,), dtype),
-            carray(pointer(out), (padded, outputs), dtype),
-        )
+        product = carray(pointer(out), (padded, outputs), dtype)
+        if tokens == 1:
+            _multiply_one(weights, given, added, product)
+        else:
+            _multiply(weights, given, added, product)
 
     return compiled(multiply, nogil=True)
 

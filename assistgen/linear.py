@@ -4,7 +4,7 @@ Linear layers over a few tokens on a CPU.
 A forward over one token is bound by reading the weights. One over eight could cost hardly more, and speculation lives on that, but the
 libraries behind torch may not be made for it: on a CPU without bfloat16 instructions they multiply bfloat16 weights with each token in
 turn, and write float32 weights out anew for a product with four. There a kernel of our own reads each weight once. Which way is quicker
-is measured, for the model's own shape of weights, once in a process. One token goes torch's way, as in plain decoding.
+is measured, for the model's own shape of weights, once in a process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from time import perf_counter
@@ -25,14 +25,16 @@ from torch.overrides import TorchFunctionMode
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
-SAMPLES = {2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 1 << 30)}
+SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 1 << 30)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
 AT_ONCE = 64
 """Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
 MIN_WORK = 2 * 10**10
 """Products of two numbers in a prefill that repays, in the first call of a process, the seconds that getting ready takes."""
-MARGIN = 1.25
-"""So many times torch's speed, at least: what is measured in milliseconds isn't exact, and the detour slows the other layers down."""
+OPERATIONS = 7
+"""Of a model for each of its linear layers."""
+MARGIN = 1.1
+"""So many times torch's speed, at least: what is measured in milliseconds isn't exact."""
 
 _lock = threading.Lock()
 _forked = threading.Event()
@@ -136,19 +138,21 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 @cache
 def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
-    """How many times as quick as torch's our own product of so many tokens is, on weights that no cache of the processor holds."""
+    """
+    How many times as quick as by torch a linear layer over so many tokens is, on weights that no cache of the processor holds, with the
+    operations between two linear layers, which the detour slows down.
+    """
     copies = -(-(1 << 25) // (outputs * inputs)) if tokens < AT_ONCE else 1
     weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
-    x = torch.ones(tokens, inputs, dtype=dtype)
+    x, little = torch.ones(tokens, inputs, dtype=dtype), torch.ones(8)
 
-    def seconds(way: Callable[..., torch.Tensor]) -> float:
-        best = float("inf")
-        for _ in range(3):
-            before = perf_counter()
-            for weight in weights:
-                way(x, weight)
-            best = min(best, perf_counter() - before)
-        return best
+    def seconds() -> float:
+        before = perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+            for _ in range(OPERATIONS):
+                torch.neg(little)
+        return perf_counter() - before
 
     with torch.no_grad():
         product(x, weights[0])  # compiles
@@ -156,4 +160,6 @@ def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> flo
 
         if numba.threading_layer() == "workqueue":  # which ends the process if two threads are in it
             return 0.0
-        return seconds(torch.nn.functional.linear) / seconds(product)
+        theirs = min(seconds() for _ in range(3))
+        with QuickProducts([(tokens, tokens)]):
+            return theirs / min(seconds() for _ in range(3))
