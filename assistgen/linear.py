@@ -31,6 +31,8 @@ AT_ONCE = 64
 """Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
 MIN_WORK = 2 * 10**10
 """Products of two numbers in a prefill that repays, in the first call of a process, the seconds that getting ready takes."""
+MEASURED = 1 << 24
+"""Numbers in the weights of a measurement, more than most processors' caches hold."""
 OPERATIONS = 7
 """Of a model for each of its linear layers."""
 MARGIN = 1.1
@@ -139,12 +141,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 @cache
 def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
     """
-    How many times as quick as by torch a linear layer over so many tokens is, on weights that no cache of the processor holds, with the
-    operations between two linear layers, which the detour slows down.
+    How many times as quick as by torch a linear layer over so many tokens is, together with the operations between two of them, which
+    the detour slows down.
     """
-    copies = -(-(1 << 25) // (outputs * inputs)) if tokens < AT_ONCE else 1
+    outputs = min(outputs, MEASURED // inputs)
+    copies = -(-MEASURED // (outputs * inputs)) if tokens < AT_ONCE else 1
     weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
-    x, little = torch.ones(tokens, inputs, dtype=dtype), torch.ones(8)
+    x, little, wide = torch.ones(tokens, inputs, dtype=dtype), torch.ones(8), torch.ones(1 << 16)
 
     def seconds() -> float:
         before = perf_counter()
@@ -152,6 +155,7 @@ def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> flo
             torch.nn.functional.linear(x, weight)
             for _ in range(OPERATIONS):
                 torch.neg(little)
+            torch.neg(wide)  # in torch's own threads, which are others than the kernel's
         return perf_counter() - before
 
     with torch.no_grad():

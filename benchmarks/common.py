@@ -118,7 +118,7 @@ def code_edits(number: int, max_characters: int = 1200) -> list[dict[str, Any]]:
     return [
         {
             "category": "code edits",
-            "prompt": f"{EDITS[i % len(EDITS)].format(name=name)} Give back the whole function.\n\n```python\n{source}\n```",
+            "prompt": f"{EDITS[i % len(EDITS)].format(name=name)} Give back the whole function and nothing else.\n\n```python\n{source}\n```",
             "id": i,
         }
         for i, (name, source) in enumerate(chosen)
