@@ -114,15 +114,12 @@ def code_edits(number: int, max_characters: int = 1200) -> list[dict[str, Any]]:
             source = ast.get_source_segment(text, node) if isinstance(node, ast.FunctionDef) and node.args.args else None
             if source is not None and max_characters // 2 < len(source) < max_characters and ast.get_docstring(node) is None:
                 functions.append((node.args.args[0].arg, source))
-    chosen = random.Random(0).sample(functions, number)
-    return [
-        {
-            "category": "code edits",
-            "prompt": f"{EDITS[i % len(EDITS)].format(name=name)} Give back the whole function and nothing else.\n\n```python\n{source}\n```",
-            "id": i,
-        }
-        for i, (name, source) in enumerate(chosen)
-    ]
+    items = []
+    for i, (name, source) in enumerate(random.Random(0).sample(functions, number)):
+        wish = EDITS[i % len(EDITS)].format(name=name)
+        prompt = f"{wish} Give back the whole function and nothing else.\n\n```python\n{source}\n```"
+        items.append({"category": "code edits", "prompt": prompt, "id": i})
+    return items
 
 
 def chat(tokenizer: Any, text: str) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""What a forward over a few tokens costs on this CPU, by torch's products and by ours: `python -m benchmarks.linear`.
+
+Milliseconds by width behind 200 tokens of context, both ways in turn, medians; and which widths go which way here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from assistgen import compat, linear, weights
+
+from .common import finish, machine, timed
+
+
+WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_grad_enabled(False)
+    print(machine())
+    model, _ = weights.load(arguments.model, getattr(torch, arguments.dtype))
+    products = linear.quick_products(model)
+    ids = torch.randint(0, 5000, (1, 200), generator=torch.Generator().manual_seed(0))
+    cache: Any = DynamicCache(config=model.config)
+    model(ids, **{compat.CACHE: cache})
+    results = {}
+    for width in WIDTHS:
+        seconds: dict[str, list[float]] = {"torch": [], "ours": []}
+        for _ in range(arguments.rounds):
+            for side, mode in (("torch", nullcontext()), ("ours", products.over(width) if products is not None else nullcontext())):
+                with mode:
+                    seconds[side].append(timed(lambda width=width: model(ids[:, :width], logits_to_keep=width, **{compat.CACHE: cache}))[1])
+                compat.crop(cache, width)
+        taken = products is not None and products.pays(width)
+        results[width] = {side: statistics.median(times) * 1e3 for side, times in seconds.items()} | {"taken": taken}
+        print(
+            f"{width:3d} tokens: torch {results[width]['torch']:7.1f} ms, ours {results[width]['ours']:7.1f} ms{'' if taken else ' (torch)'}"
+        )
+    finish({"milliseconds": results})
+
+
+if __name__ == "__main__":
+    main()
