@@ -71,8 +71,8 @@ def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
 
 def _is_compiled(model: Any) -> bool:
     """A compiled forward would be compiled anew for a function mode."""
-    wrapped = isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model.forward, "_torchdynamo_orig_callable")
-    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+    is_wrapped = hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
+    return is_wrapped or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _is_big(weight: torch.Tensor) -> bool:

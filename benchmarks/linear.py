@@ -46,9 +46,8 @@ def main() -> None:
                 compat.crop(cache, width)
         taken = products is not None and products.pays(width)
         results[width] = {side: statistics.median(times) * 1e3 for side, times in seconds.items()} | {"taken": taken}
-        print(
-            f"{width:3d} tokens: torch {results[width]['torch']:7.1f} ms, ours {results[width]['ours']:7.1f} ms{'' if taken else ' (torch)'}"
-        )
+        torchs, ours = results[width]["torch"], results[width]["ours"]
+        print(f"{width:3d} tokens: torch {torchs:7.1f} ms, ours {ours:7.1f} ms{'' if taken else ' (by torch)'}")
     finish({"milliseconds": results})
 
 

@@ -120,6 +120,7 @@ def test_which_models(eager):
     compiled = build(dtype=torch.float32)
     compiled.compile(backend="eager")
     assert linear.quick_products(compiled) is None
+    assert linear.quick_products(torch.compile(build(dtype=torch.float32), backend="eager")) is None
 
 
 def test_prompts(eager, monkeypatch):
