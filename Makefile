@@ -41,6 +41,7 @@ lint: $(VENV)/.ready
 test: lint chromium $(OLDEST)/.ready  ## linters, all tests on the newest transformers, the exactness tests on the oldest
 	@export OMP_NUM_THREADS=1; \
 	$(OLDEST)/bin/pytest -m 'exactness and not slow' -p no:cacheprovider >$(OLDEST)/tests.log 2>&1 & oldest=$$!; \
+	trap "kill $$oldest 2>/dev/null" INT TERM; \
 	$(VENV)/bin/pytest -m 'not slow'; newest=$$?; \
 	wait $$oldest; oldest=$$?; cat $(OLDEST)/tests.log; \
 	exit $$((newest | oldest))

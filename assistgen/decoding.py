@@ -186,7 +186,7 @@ class Decoding:
     def _begin_drafting(self) -> None:
         if self.drafter is not None and self._active():
             before = perf_counter()
-            self.target.get_ready()
+            self.target.get_ready(self._max_length - max(self.tokens.lengths))
             prompts = self.prompt_tokens()
             self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
             self.stats.draft_s += perf_counter() - before

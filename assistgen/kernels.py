@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ NAN = np.uint16(0x7FC0)
 def compiled(function: Any = None, **options: Any) -> Any:
     """`njit`, with the result kept on disk where numba finds a place for it."""
     if function is None:
-        return lambda function: compiled(function, **options)
+        return partial(compiled, **options)
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:
@@ -119,27 +120,33 @@ def _multiply_one(weight: Any, x: Any, bias: Any, out: Any) -> None:
         out[0, n] = _stored(total + _widened(bias[n]) if bias.shape[0] else total, out[0, 0])
 
 
-def _at(dtype: Any) -> Any:
-    def multiply(weight: int, x: int, bias: int, out: int, outputs: int, inputs: int, tokens: int) -> None:
-        weights = carray(pointer(weight), (outputs, inputs), dtype)
-        given = carray(pointer(x), (tokens, inputs), dtype)
-        added = carray(pointer(bias), (outputs if bias else 0,), dtype)
-        padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
-        product = carray(pointer(out), (padded, outputs), dtype)
-        if tokens == 1:
-            _multiply_one(weights, given, added, product)
-        else:
-            _multiply(weights, given, added, product)
-
-    return compiled(multiply, nogil=True)
+@compiled(nogil=True, inline="always")
+def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
+    weights = carray(pointer(weight), (outputs, inputs), dtype)
+    given = carray(pointer(x), (tokens, inputs), dtype)
+    added = carray(pointer(bias), (outputs if bias else 0,), dtype)
+    padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
+    product = carray(pointer(out), (padded, outputs), dtype)
+    if tokens == 1:
+        _multiply_one(weights, given, added, product)
+    else:
+        _multiply(weights, given, added, product)
 
 
-multiply_float32 = _at(np.float32)
-multiply_bfloat16 = _at(np.uint16)
-"""
-`out = x @ weight.T + bias`, each number of the weight read once; sums are in float32.
+# Two functions of their own, so that each has a file of its own in numba's cache.
+@compiled(nogil=True)
+def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
+    """
+    `out = x @ weight.T + bias`, each number of the weight read once; sums are in float32.
 
-Args:
-    weight, x, bias, out: addresses of contiguous `(outputs, inputs)`, `(tokens, inputs)`, `(outputs,)` and `(padded, outputs)` numbers,
-        `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs.
-"""
+    Args:
+        weight, x, bias, out: addresses of contiguous `(outputs, inputs)`, `(tokens, inputs)`, `(outputs,)` and `(padded, outputs)`
+            numbers, `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs.
+    """
+    _product(np.float32, weight, x, bias, out, outputs, inputs, tokens)
+
+
+@compiled(nogil=True)
+def multiply_bfloat16(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
+    """The same for bfloat16."""
+    _product(np.uint16, weight, x, bias, out, outputs, inputs, tokens)

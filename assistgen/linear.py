@@ -9,28 +9,34 @@ is measured, for the model's own shape of weights, once in a process.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from . import compat
+
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
-SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 1 << 30)}
+SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 128)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
 AT_ONCE = 64
 """Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
 MIN_WORK = 2 * 10**10
-"""Products of two numbers in a prefill that repays, in the first call of a process, the seconds that getting ready takes."""
+"""Products of two numbers that repay, in the first call of a process, the seconds that getting ready takes."""
 MEASURED = 1 << 24
 """Numbers in the weights of a measurement, more than most processors' caches hold."""
 OPERATIONS = 7
@@ -39,45 +45,72 @@ MARGIN = 1.1
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact."""
 
 _lock = threading.Lock()
-_forked = threading.Event()
+_quick: dict[tuple[Any, ...], list[int]] = {}
+"""By type, shape and number of threads: which of `SAMPLES` our own product is quicker for."""
+_ruled_out = threading.Event()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked.set)  # OpenMP's threads don't survive a fork
+    os.register_at_fork(after_in_child=_ruled_out.set)  # OpenMP's threads don't survive a fork
 
 
-def quick_products(model: Any) -> QuickProducts | None:
-    """How a model's linear layers are quicker over a few tokens than by torch's own way, or `None`. Measures, if it must."""
-    if model.device.type != "cpu" or model.dtype not in DTYPES or _forked.is_set() or _is_compiled(model):
+def quick_products(model: Any, tokens: int) -> QuickProducts | None:
+    """
+    How a model's linear layers are quicker over a few tokens than by torch's own way, or `None`.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        tokens (`int`): so many are still to be decoded. Too few aren't worth a measurement.
+    """
+    if model.device.type != "cpu" or model.dtype not in DTYPES or _ruled_out.is_set():
         return None
-    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    shapes = Counter(tuple(weight.shape) for weight in weights if _is_big(weight))
+    if compat.is_sharded(model) or _is_compiled(model):  # ranks must not follow their own clocks
+        return None
+    shapes = Counter(tuple(weight.shape) for weight in _weights(model) if _is_big(weight))
     if not shapes:
         return None
     outputs, inputs = max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1])
+    key = model.dtype, outputs, inputs, torch.get_num_threads()
     with _lock:
-        quick = [tokens for tokens in SAMPLES if _speed_up(model.dtype, outputs, inputs, tokens) >= MARGIN]
-    return QuickProducts([SAMPLES[tokens] for tokens in quick]) if quick else None
+        if key not in _quick and _work(model, tokens) >= MIN_WORK and _is_usable():
+            _quick[key] = [sample for sample in SAMPLES if speed_up(model.dtype, outputs, inputs, sample) >= MARGIN]
+        quick = _quick.get(key)
+    return QuickProducts([SAMPLES[sample] for sample in quick]) if quick else None
 
 
 def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
     """
     For a prefill of so many tokens: torch's own way, which plain decoding goes, but where that takes bfloat16 weights a token at a time.
-    Doesn't look at a clock, so that a prompt is taken in the same way in each call.
     """
     if model.device.type == "cpu" and model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        work = tokens * sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-        return (quick_products(model) if work >= MIN_WORK else None) or nullcontext()
+        products = quick_products(model, tokens) if _work(model, tokens) >= MIN_WORK else None
+        if products is not None and products.pays(AT_ONCE):
+            return QuickProducts([(2, 1 << 30)]).over(tokens)
     return nullcontext()
+
+
+def _weights(model: Any) -> Iterator[Any]:
+    """Of the linear layers, as far as they lie ready: some kinds of layers make theirs when they are asked for."""
+    return (module._parameters.get("weight") for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+
+def _work(model: Any, tokens: int) -> int:
+    return tokens * sum(weight.numel() for weight in _weights(model) if weight is not None)
 
 
 def _is_compiled(model: Any) -> bool:
     """A compiled forward would be compiled anew for a function mode."""
-    is_wrapped = hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
-    return is_wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+    return any(
+        module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
-def _is_big(weight: torch.Tensor) -> bool:
-    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.device.type == "cpu" and weight.dtype in DTYPES
-    return is_plain and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
+def _is_big(weight: Any) -> bool:
+    is_plain = _is_plain(weight) and weight.dtype in DTYPES and weight.dim() == 2 and weight.layout == torch.strided
+    return is_plain and weight.numel() >= MIN_WEIGHT and weight.shape[0] >= 3 and weight.is_contiguous()
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
 class QuickProducts(TorchFunctionMode):
@@ -96,18 +129,21 @@ class QuickProducts(TorchFunctionMode):
         return any(low <= tokens <= high for low, high in self._ranges)
 
     def over(self, tokens: int) -> AbstractContextManager[Any]:
-        """For a forward over so many tokens."""
-        return self if self.pays(tokens) else nullcontext()
+        """For a forward over so many tokens. Not where somebody else's mode is to see the linear layers."""
+        others = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+        return self if self.pays(tokens) and not others and _get_current_dispatch_mode() is None else nullcontext()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and self._takes(*args):
             return product(*args)
         return func(*args, **(kwargs or {}))
 
-    def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-        is_whole = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-        fits = _is_big(weight) and x.dtype == weight.dtype and x.device == weight.device and is_whole
-        return fits and self.pays(x.numel() // weight.shape[1]) and not torch.is_grad_enabled()
+    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+        if not _is_big(weight) or not _is_plain(x) or x.dtype != weight.dtype or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            return False
+        fits = bias is None or (_is_plain(bias) and bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous())
+        watched = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        return fits and not watched and self.pays(x.numel() // weight.shape[1])
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,7 +153,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     Args:
         x (`torch.Tensor` of shape `(…, inputs)`): float32 or bfloat16. Sums are in float32.
         weight (`torch.Tensor` of shape `(outputs, inputs)`), bias (`torch.Tensor` of shape `(outputs,)`, *optional*): of the same type,
-            contiguous, on the CPU.
+            contiguous, on the CPU; at least 3 outputs.
 
     Returns:
         `torch.Tensor` of shape `(…, outputs)`.
@@ -126,28 +162,53 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
     from . import kernels
 
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     (outputs, inputs), x = weight.shape, x.contiguous()
     tokens = x.numel() // inputs
-    out = torch.empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs, dtype=x.dtype)
+    out = x.new_empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs)
     multiply = kernels.multiply_bfloat16 if x.dtype == torch.bfloat16 else kernels.multiply_float32
     added = bias.data_ptr() if bias is not None else 0
-    for start in range(0, tokens, AT_ONCE):
-        from_, to = x.data_ptr() + start * inputs * x.itemsize, out.data_ptr() + start * outputs * x.itemsize
-        multiply(weight.data_ptr(), from_, added, to, outputs, inputs, min(AT_ONCE, tokens - start))
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    try:
+        for start in range(0, tokens, AT_ONCE):
+            from_, to = x.data_ptr() + start * inputs * x.itemsize, out.data_ptr() + start * outputs * x.itemsize
+            multiply(weight.data_ptr(), from_, added, to, outputs, inputs, min(AT_ONCE, tokens - start))
+    finally:
+        numba.set_num_threads(before)
     return out[:tokens].view(*x.shape[:-1], outputs)
 
 
-@cache
-def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
+def _is_usable() -> bool:
+    """Whether the kernel runs here. Compiles it on a machine's first time."""
+    threads = torch.get_num_threads()
+    try:
+        import numba
+
+        numba.get_num_threads()  # starts the threads
+        if numba.threading_layer() == "workqueue":  # which ends the process if two threads are in it
+            _ruled_out.set()
+        else:
+            for dtype in DTYPES:
+                x = torch.ones(2, 8, dtype=dtype, device="cpu")
+                product(x, x.new_ones(4, 8))
+    except Exception:
+        logger.warning("Linear layers go by torch's own way: the kernel that may be quicker doesn't run here.", exc_info=True)
+        _ruled_out.set()
+    if torch.get_num_threads() != threads:  # numba's threads may be those of torch
+        torch.set_num_threads(threads)
+    return not _ruled_out.is_set()
+
+
+def speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
     """
     How many times as quick as by torch a linear layer over so many tokens is, together with the operations between two of them, which
     the detour slows down.
     """
-    outputs = min(outputs, MEASURED // inputs)
+    outputs = max(3, min(outputs, MEASURED // inputs))
     copies = -(-MEASURED // (outputs * inputs)) if tokens < AT_ONCE else 1
-    weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
-    x, little, wide = torch.ones(tokens, inputs, dtype=dtype), torch.ones(8), torch.ones(1 << 16)
+    weights = [torch.ones(outputs, inputs, dtype=dtype, device="cpu") for _ in range(copies)]
+    x = weights[0].new_ones(tokens, inputs)
+    little, wide = x.new_ones(8), x.new_ones(1 << 16)
 
     def seconds() -> float:
         before = perf_counter()
@@ -159,11 +220,6 @@ def _speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> flo
         return perf_counter() - before
 
     with torch.no_grad():
-        product(x, weights[0])  # compiles
-        import numba
-
-        if numba.threading_layer() == "workqueue":  # which ends the process if two threads are in it
-            return 0.0
         theirs = min(seconds() for _ in range(3))
         with QuickProducts([(tokens, tokens)]):
             return theirs / min(seconds() for _ in range(3))

@@ -68,15 +68,16 @@ class Target(ABC):
         self.forwards = 0
         self._products: QuickProducts | None = None
 
-    def get_ready(self) -> None:
-        """What takes time and can wait until the first token is out."""
-        self._products = quick_products(self.model)
+    def get_ready(self, tokens: int) -> None:
+        """What takes time and can wait until the first token is out; about so many more are to come."""
+        self._products = quick_products(self.model, tokens)
 
     def prefill(self) -> Any:
         """The forward over the prompt, in chunks if asked for, continuing a cache that was handed in. Returns the model's output."""
         chunk = self.generation_config.prefill_chunk_size
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
-        with over_prompt(self.model, prompt.numel()):
+        held = compat.length_of(self.cache) if self.cache is not None else 0
+        with over_prompt(self.model, len(prompt) * (prompt.shape[1] - held)):
             outputs = self.model._prefill(prompt, self.generation_config, self.model_kwargs)
         if compat.CACHE in outputs:
             self.model_kwargs[compat.CACHE] = outputs[compat.CACHE]

@@ -32,7 +32,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     print(machine())
     model, _ = weights.load(arguments.model, getattr(torch, arguments.dtype))
-    products = linear.quick_products(model)
+    products = linear.quick_products(model, 1 << 20)
     ids = torch.randint(0, 5000, (1, 200), generator=torch.Generator().manual_seed(0))
     cache: Any = DynamicCache(config=model.config)
     model(ids, **{compat.CACHE: cache})

@@ -193,7 +193,7 @@ class DraftModelDrafter(Drafter):
             return [Draft([], self.name, is_free=False) for _ in rows]
         start_of_call = self._runner is None
         if start_of_call:
-            self._start()
+            self._start(max(max_tokens))
         start = perf_counter()
         assert self._runner is not None
         if self._looks:
@@ -207,8 +207,8 @@ class DraftModelDrafter(Drafter):
             plan.spent(self.name, longest, perf_counter() - start)
         return drafts
 
-    def _start(self) -> None:
-        """The prompt's forward, or the part of it that a kept cache doesn't hold."""
+    def _start(self, room: int) -> None:
+        """The prompt's forward, or the part of it that a kept cache doesn't hold; up to `room` tokens are to come."""
         kept = self._memory.take() if self._memory is not None and self._can_be_kept else None
         if kept is not None:
             text, runner = kept
@@ -220,10 +220,12 @@ class DraftModelDrafter(Drafter):
                 self._runner, self._held, self._padding = runner, [shared], [0]
                 return
         if self._num_own_layers and self._on_targets_cache():
+            assert self._runner is not None
+            self._runner.get_ready(room)
             return
         fresh = self._conditioned() if self._sees else self._on_text()
         fresh.prefill()
-        fresh.get_ready()
+        fresh.get_ready(room)
         self._runner = fresh
         self.num_forwards += 1
         fed = fresh.tokens.prompt_length
@@ -243,7 +245,6 @@ class DraftModelDrafter(Drafter):
         model_kwargs = self._text_kwargs(torch.ones(1, held, dtype=torch.long, device=self.model.device), ours)
         runner = self._make_runner(RowsInStep, ids[:, :held].to(self.model.device), model_kwargs)
         runner.adopt()
-        runner.get_ready()
         self._runner, self._held, self._padding = runner, [held], [0]
         return True
 
