@@ -77,7 +77,7 @@ def _store(number: Any, example: Any) -> Any:
 
 
 # Sums may be regrouped into vectors; what is not finite stays so.
-@compiled(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _multiply(weight: Any, x: Any, bias: Any, out: Any) -> None:
     wide = np.zeros((out.shape[0], x.shape[1]), np.float32)
     for m in range(x.shape[0]):
@@ -108,7 +108,7 @@ def _multiply(weight: Any, x: Any, bias: Any, out: Any) -> None:
                     out[m + i, n + j] = _stored(sums[i] + more, out[0, 0])
 
 
-@compiled(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _multiply_one(weight: Any, x: Any, bias: Any, out: Any) -> None:
     wide = np.zeros(x.shape[1], np.float32)
     for k in range(x.shape[1]):
@@ -120,7 +120,7 @@ def _multiply_one(weight: Any, x: Any, bias: Any, out: Any) -> None:
         out[0, n] = _stored(total + _widened(bias[n]) if bias.shape[0] else total, out[0, 0])
 
 
-@compiled(nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     weights = carray(pointer(weight), (outputs, inputs), dtype)
     given = carray(pointer(x), (tokens, inputs), dtype)
@@ -133,7 +133,7 @@ def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any,
         _multiply(weights, given, added, product)
 
 
-# Two functions of their own, so that each has a file of its own in numba's cache.
+# Two functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
 @compiled(nogil=True)
 def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     """
