@@ -69,14 +69,17 @@ def eager(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt2"])
 def test_output_is_plain_generates(eager, family, rows, method):
     model = build(family, dtype=torch.float32)
-    speculation = {"method": method, "depth": "constant"} | ({"model": build(family, 1, torch.float32)} if method == "draft_model" else {})
     prompts = [prompt(18 + row, seed=row, period=6) for row in range(rows)]
     inputs = pad_left(prompts)
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     assert eager == []
+    # Drafts that are right: n-gram reads the answer, the draft model is the target once more.
+    right = {"lookup_ids": plain} if method == "ngram" else {"model": build(family, dtype=torch.float32)}
+    speculation = {"method": method, "depth": "constant", **right}
     fast = assistgen.generate(model, **inputs, max_new_tokens=24, do_sample=False, return_dict_in_generate=True, speculation=speculation)
     assert torch.equal(fast.sequences, plain)
     assert fast.speculation.num_drafts > 0
+    assert fast.speculation.num_accepted_tokens > 0
     assert len(eager) > 0
 
 
