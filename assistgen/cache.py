@@ -7,6 +7,7 @@ contiguous, distances between slots are distances between positions, and sliding
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,24 +56,28 @@ class RowLayer(CacheLayerMixin):
 
     Args:
         ring (`int`, *optional*): number of cells of a layer with a window; `None` for a layer that keeps everything.
+        capacity (`int`, *optional*): number of cells of a layer that keeps everything, if it isn't to grow.
     """
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int, ring: int | None):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int, ring: int | None, capacity: int | None = None):
         super().__init__()
         self.ring = ring
+        self._capacity = capacity
         self.is_initialized = True
         self.slots: torch.Tensor | None = None  # (rows, width): where the next update writes; set for all layers at once
         self.extent = 0
-        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device)
-        self.keys, self.values = (self._allocate(states, slots) for states in (keys, values))
+        cells = ring or capacity or first_slot + keys.shape[2] + GROWTH
+        self.keys, self.values = (states.new_empty((*states.shape[:2], cells, states.shape[3])) for states in (keys, values))
+        self.refill(keys, values, first_slot)
 
-    def _allocate(self, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        cells = self.ring or int(slots[-1]) + 1 + GROWTH
-        buffer = states.new_zeros((*states.shape[:2], cells, states.shape[3]))
-        buffer[:, :, self._cells(slots)] = states
-        return buffer
+    def refill(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> None:
+        """Forgets everything but the states of the slots from `first_slot` on, which there is room for."""
+        cells = self._cells(torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device))
+        for buffer, states in ((self.keys, keys), (self.values, values)):
+            buffer.zero_()
+            buffer[:, :, cells] = states
 
     def _cells(self, slots: torch.Tensor) -> torch.Tensor:
         return slots % self.ring if self.ring else slots
@@ -82,7 +87,7 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Writes `(rows, heads, width, head_dim)` states at each row's own slots; returns all cells that any row uses."""
-        if not self.ring and self.extent > self.keys.shape[2]:
+        if not self.ring and not self._capacity and self.extent > self.keys.shape[2]:
             grow = (0, 0, 0, self.extent + GROWTH - self.keys.shape[2])
             self.keys = torch.nn.functional.pad(self.keys, grow)
             self.values = torch.nn.functional.pad(self.values, grow)
@@ -124,30 +129,45 @@ class RowCache(Cache):
         window (`int`, *optional*): the model's sliding window, in positions.
         max_width (`int`): the widest forward that will come.
         max_slots (`int`): the most slots that a row will have.
+        capacity (`int`, *optional*): at least `max_slots + max_width` cells from the start, so that its memory stays in its place.
     """
 
     is_compileable = False
 
-    def __init__(self, source: Cache, layer_types: list[str], window: int | None, max_width: int, max_slots: int):
+    def __init__(
+        self, source: Cache, layer_types: list[str], window: int | None, max_width: int, max_slots: int, capacity: int | None = None
+    ):
         self.source = source
         self.layer_types = layer_types
         self.window = window
         self.rings: dict[str, int | None] = {}
         self._parked: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        slots = compat.length_of(source)
         layers = []
-        for layer, kind in zip(source.layers, layer_types, strict=True):
+        for layer, kind, states in zip(source.layers, layer_types, self._taken_from(source), strict=True):
+            ring = None
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                ring = min(layer.sliding_window - 1, capacity or max_slots) + max_width
+            self.rings[kind] = ring
+            layers.append(RowLayer(*states, ring, capacity))
+        super().__init__(layers=layers)
+
+    @staticmethod
+    def _taken_from(source: Cache) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Layer by layer the keys, values and first slot of what it holds; a dynamic one loses them, so that they aren't held twice."""
+        slots = compat.length_of(source)
+        for layer in source.layers:
             keys, values = layer.keys, layer.values
             if isinstance(layer, StaticLayer):
                 keys, values = keys[:, :, :slots], values[:, :, :slots]
-            ring = None
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                ring = min(layer.sliding_window - 1, max_slots) + max_width
-            self.rings[kind] = ring
-            layers.append(RowLayer(keys, values, slots - keys.shape[2], ring))
+            yield keys, values, slots - keys.shape[2]
             if isinstance(layer, DynamicLayer):
-                layer.keys = layer.values = None  # two copies of one layer at most
-        super().__init__(layers=layers)
+                layer.keys = layer.values = None
+
+    def refill(self, source: Cache) -> None:
+        """Takes over another cache of the same kinds of layers, in the memory that there is."""
+        self.source = source
+        for layer, states in zip(self.layers, self._taken_from(source), strict=True):
+            layer.refill(*states)
 
     @staticmethod
     def why_not(cache: Any, layer_types: list[str]) -> str | None:
@@ -168,6 +188,18 @@ class RowCache(Cache):
         """The next forward writes at `slots` `(rows, width)`; `extent` is the highest of them plus one."""
         for layer in self.layers:
             layer.slots, layer.extent = slots, extent
+
+    def masks(self, slots: torch.Tensor, prompt_mask: torch.Tensor | None, by_kind: bool, additive: torch.dtype | None) -> Any:
+        """
+        The attention mask of a forward, as its model takes it: one (`mask`), or with `by_kind` one for each kind of layers; with
+        `additive` in numbers of that type in place of booleans.
+        """
+        masks = {kind: self.mask(kind, slots, prompt_mask) for kind in set(self.layer_types)}
+        if additive is not None:
+            for kind, mask in masks.items():
+                lowest = torch.finfo(additive).min
+                masks[kind] = torch.zeros(mask.shape, dtype=additive, device=mask.device).masked_fill_(~mask, lowest)
+        return masks if by_kind else next(iter(masks.values()))
 
     def mask(self, kind: str, slots: torch.Tensor, prompt_mask: torch.Tensor | None) -> torch.Tensor:
         """

@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from . import compat
+from .captured import FixedRows
 from .control import DepthController
 from .decoding import Decoding, Row
 from .inputs import Inputs, rows_of
@@ -22,7 +23,7 @@ from .recording import Recorder
 from .rows import row_criteria, row_processors, why_not_row_by_row
 from .speculator import Speculator
 from .stats import RowStats, SpeculationStats
-from .target import RowsApart, RowsInStep, Target, costs_of
+from .target import RowsApart, RowsInStep, Target
 from .tokens import TokenBuffer
 
 
@@ -93,6 +94,12 @@ class Call:
             stats.count_fallback(reason)
             speculator = None
         kind: Any = RowsApart if num_rows > 1 and apart else RowsInStep
+        if speculator is not None and speculator.compiles:
+            reason = FixedRows.why_not(model, generation_config, model_kwargs)
+            if reason is None:
+                kind = FixedRows
+            else:
+                stats.count_fallback(f"not compiled: {reason}")
         target: Target = kind(
             model,
             tokens,
@@ -112,7 +119,7 @@ class Call:
             judges_blocks=speculator is not None and speculator.uses_blocks,
             # Processes that decode the same text must not follow their own clocks.
             controller=DepthController("constant") if speculator is None or compat.is_sharded(model) else speculator.controller,
-            costs=costs_of(model),
+            costs=target.costs,
             generation_config=generation_config,
             stopping_criteria=stopping_criteria,
             recorder=Recorder(generation_config, model_kwargs, num_rows, model.config.is_encoder_decoder),

@@ -79,7 +79,7 @@ def is_recurrent(layer: Any) -> bool:
 
 def keeps_everything(cache: Any) -> bool:
     """Whether all layers hold all keys and values as they are."""
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer and layer.keys is not None for layer in cache.layers)
 
 
 def crop(cache: Any, tokens_to_remove: int) -> None:

@@ -21,10 +21,6 @@ COSTLY = ("draft_model", "early_exit")
 
 METHODS = ("auto", "ngram", "suffix", "draft_model", "early_exit")
 ALIASES = {"prompt_lookup": "ngram"}
-NOT_YET = {
-    "compile": "the compiled path",
-}
-"""Reserved keys, and the feature that each waits for."""
 
 WITHOUT_MEANING = frozenset(
     [
@@ -101,6 +97,8 @@ class SpeculationConfig:
         draft_temperature (`float`, *optional*): of probabilistic drafts. `None`: the target's.
         draft_confidence_threshold (`float`, *optional*): a draft ends where the draft model gives its likeliest token a lower
             probability. `None`: as long as drafting on is expected to pay.
+        compile (`bool` or `str`, *optional*): `True` runs target and draft model in fixed shapes, captured as CUDA graphs on a GPU. That
+            is experimental, so `"auto"` and `None` don't choose it by themselves yet.
         min_acceptance (`float`, *optional*): a drafter of whose tokens fewer are accepted is out of the call.
         draft_timeout_s (`float`, *optional*): a drafter that takes longer in a round is out of the call; its thread is left behind.
         drafters (`list`, *optional*): several drafters as one, each a method name or a dict with these keys; the earlier ones are asked
@@ -126,6 +124,7 @@ class SpeculationConfig:
     rejection_sample_method: str = "standard"
     draft_temperature: float | None = None
     draft_confidence_threshold: float | None = None
+    compile: bool | str | None = None
     min_acceptance: float | None = None
     draft_timeout_s: float | None = None
     drafters: Sequence[Any] | None = None
@@ -159,6 +158,8 @@ class SpeculationConfig:
             _check_count("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests)
         self._check_store(method)
         self._check_lookup_ids()
+        if not (self.compile is None or isinstance(self.compile, bool) or self.compile == "auto"):
+            raise ValueError(f"`compile` must be True, False or 'auto', got {self.compile!r}.")
         if self.use_heterogeneous_vocab not in (None, True, False):
             raise TypeError(f"`use_heterogeneous_vocab` must be a bool or None, got {type(self.use_heterogeneous_vocab).__name__}.")
         if self.use_heterogeneous_vocab and self.model is None:
@@ -220,6 +221,8 @@ class SpeculationConfig:
             raise ValueError("`drafters` can't hold another chain.")
         if any(entry.lookup_ids is not None for entry in chain):
             raise ValueError("`lookup_ids` goes beside `drafters`: every drafter searches them.")
+        if any(entry.compile is not None for entry in chain):
+            raise ValueError("`compile` goes beside `drafters`: it is about the target too.")
         if any(entry.method == "auto" for entry in chain):
             raise ValueError("`drafters` names the drafters itself: 'auto' can't be one of them.")
         if sum(entry.method in COSTLY for entry in chain[:-1]) > 0:
@@ -294,8 +297,7 @@ class SpeculationConfig:
         Reads a dict with vLLM's key names.
 
         Raises:
-            ValueError: for an unknown key (with the nearest known name), one that would make the output lossy, or one whose feature
-                is not available yet.
+            ValueError: for an unknown key (with the nearest known name), or one that would make the output lossy.
         """
         fields = {field.name for field in dataclasses.fields(cls)}
         kept, ignored = {}, []
@@ -308,11 +310,8 @@ class SpeculationConfig:
                 ignored.append(key)
             elif key in LOSSY:
                 raise ValueError(f"`{key}` would change what the target model says, and assistgen never does. Leave it out.")
-            elif key in NOT_YET:
-                if value is not None:
-                    raise ValueError(f"`{key}` is not available yet (it belongs to {NOT_YET[key]}). Leave it out.")
             else:
-                raise ValueError(f"`{key}` is not a key of `speculation`. {_nearest(key, (*fields, *NOT_YET, *WITHOUT_MEANING))}".strip())
+                raise ValueError(f"`{key}` is not a key of `speculation`. {_nearest(key, (*fields, *WITHOUT_MEANING))}".strip())
         if ignored:
             logger.info("`speculation`: %s have no meaning inside `generate()` and are ignored.", ", ".join(sorted(ignored)))
         return cls(**kept)

@@ -22,6 +22,10 @@ class ForwardCosts:
 
     The curve is not monotone (two tokens can cost less than one, or twice as much), so nothing is assumed about it: a width that was
     never measured is taken to lie between the nearest measured ones, and an old measurement fades, so that it is made again.
+
+    Args:
+        widths (`Sequence[int]`, *optional*): a forward's width is padded to the next of these; none is wider.
+        rows (`int`, *optional*): every forward is over so many rows, whatever the number of those that run.
     """
 
     SAMPLES = 9
@@ -32,13 +36,14 @@ class ForwardCosts:
     WORTH_FILLING = 0.98
     """A wider forward than needed has to cost less than this share."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (), rows: int | None = None) -> None:
+        self._widths, self._rows = widths, rows
         self._shapes: dict[int, dict[int, _Shape]] = {}  # rows -> width -> what was measured
         self._forwards = 0
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         self._forwards += 1
-        widths = self._shapes.setdefault(rows, {})
+        widths = self._shapes.setdefault(self._rows or rows, {})
         shape = widths.get(width)
         if shape is None:
             shape = widths[width] = _Shape(deque(maxlen=self.SAMPLES))
@@ -50,7 +55,7 @@ class ForwardCosts:
 
     def plain(self, rows: int) -> float | None:
         """Typical seconds of a plain step; `None` as long as none was measured."""
-        shape = self._shapes.get(rows, {}).get(1)
+        shape = self._shapes.get(self._rows or rows, {}).get(1)
         return shape.typical if shape is not None and shape.samples else None
 
     def curve(self, rows: int, max_width: int) -> list[float] | None:
@@ -58,7 +63,14 @@ class ForwardCosts:
         Returns:
             `list[float]`, *optional*: estimated seconds for the widths 1 … `max_width`; `None` as long as no plain step was measured.
         """
-        known = sorted((width, shape) for width, shape in self._shapes.get(rows, {}).items() if shape.samples)
+        if not self._widths:
+            return self._curve(rows, max_width)
+        padded = [next(width for width in self._widths if width >= needed) for needed in range(1, max_width + 1)]
+        curve = self._curve(rows, padded[-1])
+        return [curve[width - 1] for width in padded] if curve is not None else None
+
+    def _curve(self, rows: int, max_width: int) -> list[float] | None:
+        known = sorted((width, shape) for width, shape in self._shapes.get(self._rows or rows, {}).items() if shape.samples)
         if not known or known[0][0] != 1:
             return None
         plain = known[0][1].typical
@@ -115,7 +127,7 @@ class ForwardCosts:
         A width that should be fed when little is lost by it, to learn what it costs: one token, which everything is compared with, and
         for one row two, since a single token is the shape that kernels treat apart.
         """
-        widths = self._shapes.get(rows, {})
+        widths = self._shapes.get(self._rows or rows, {})
         if 1 not in widths:
             return None
         for width in (1, 2) if rows == 1 else (1,):

@@ -266,9 +266,12 @@ class Decoding:
         prefill = not self.rows[0].output
         for row in self.rows:
             row.fresh, row.draft, row.accepted = [], NOTHING, 0
-        logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
-        choices = logits.argmax(-1).tolist() if self._vectorised else None
         recorder = self.recorder
+        known = self.target.choices if self._vectorised and not recorder.records_distributions else None
+        if known is None:
+            logits = outputs.logits[:, -width:].to(torch.float32, copy=not self._vectorised).to(self.tokens.ids.device)
+            known = logits.argmax(-1) if self._vectorised else None
+        choices = known.tolist() if known is not None else None
         for slot, (row, draft) in enumerate(zip(running, drafts, strict=True)):
             row.draft = draft
             judge = Verdict(draft, self._do_sample)
@@ -388,6 +391,7 @@ class Decoding:
                 self.drafter.end()
                 self.stats.draft_forwards = self.drafter.num_forwards
             self.stats.target_forwards = self.target.forwards
+            self.stats.count_captures(self.target.num_captures, self.target.why_not_captured)
             total = perf_counter() - self._start - self._suspended
             self.stats.other_s = max(0.0, total - self.stats.draft_s - self.stats.verify_s)
             if self.streamer is not None:

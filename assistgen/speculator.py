@@ -91,6 +91,11 @@ class Speculator:
         return self.config is not None and any(entry.method in COSTLY for entry in self.config.chain)
 
     @property
+    def compiles(self) -> bool:
+        """Whether forwards are to be of fixed shapes, captured where that can be."""
+        return self.config is not None and self.config.compile is True
+
+    @property
     def lookup_ids(self) -> Any:
         """The user's texts to look things up in, if there are any."""
         return self.config.lookup_ids if self.config is not None else None
@@ -191,6 +196,11 @@ class Speculator:
                 num_own_layers=num_own_layers,
                 name=config.method,
                 inputs=inputs,
+                # The first layers are made anew for each call, and a text of other tokens has another length.
+                max_new_tokens=generation_config.max_length - inputs.prompt.shape[1]
+                if self.compiles and not (num_own_layers or foreign)
+                else None,
+                stats=stats,
                 **foreign,
             )
 

@@ -49,10 +49,11 @@ class SpeculationStats:
         drafters (`dict[str, DrafterStats]`): the same by drafter: what was chosen how often, and what came of it.
         num_plain_steps (`int`): rounds of a row in which nothing was drafted, or not enough to be worth verifying.
         target_forwards, draft_forwards (`int`): forward calls of the target, and of a draft model.
+        num_captures (`int`): with `compile=True`, shapes of the target's and the draft model's forwards that had to be captured.
         ttft_s (`float`, *optional*): seconds from the call to the first token; of the last call in a total.
         itl_s (`list[float]`): inter-token latency in seconds, one for each token but the first; 0 inside an accepted block.
         draft_s, verify_s, other_s (`float`): seconds in drafting, in the target's forwards, and in everything else.
-        fallbacks (`dict[str, int]`): why (part of) a call was decoded plainly, and how often.
+        fallbacks (`dict[str, int]`): why (part of) a call was decoded plainly or not as asked for, and how often.
         rows (`list[RowStats]`): the counts of each row; empty in a total.
     """
 
@@ -65,6 +66,7 @@ class SpeculationStats:
     num_plain_steps: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
+    num_captures: int = 0
     ttft_s: float | None = None
     itl_s: list[float] = field(default_factory=list)
     draft_s: float = 0.0
@@ -106,13 +108,19 @@ class SpeculationStats:
         for position in range(num_accepted):
             per_position[position] += 1
 
+    def count_captures(self, number: int, why_not: str | None) -> None:
+        """Of a model's forwards; `why_not`: why they couldn't be."""
+        self.num_captures += number
+        if why_not is not None:
+            self.count_fallback(why_not)
+
     def count_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def add(self, other: SpeculationStats) -> None:
         """Adds a call's counts to a total. The latencies (`itl_s`) and rows stay with the call, so that a total doesn't grow."""
         for name in ("num_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_plain_steps", "target_forwards",
-                     "draft_forwards", "draft_s", "verify_s", "other_s"):  # fmt: skip
+                     "draft_forwards", "num_captures", "draft_s", "verify_s", "other_s"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         per_position = self.num_accepted_tokens_per_pos
         per_position.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_position)))

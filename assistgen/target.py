@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Target(ABC):
         self.cached = 0
         """Cached tokens right after the prefill: more than the prompt's ids if it came as embeddings, for example."""
         self.forwards = 0
+        self.costs = costs_of(model)
         self._products: QuickProducts | None = None
 
     def get_ready(self, tokens: int) -> None:
@@ -89,8 +90,12 @@ class Target(ABC):
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits_to_keep
         self.forwards += 1
-        with self._products.over(tokens) if self._products is not None else nullcontext():
+        with self._quickly(tokens):
             return self.model(**inputs, return_dict=True)
+
+    def _quickly(self, tokens: int) -> AbstractContextManager[Any]:
+        """For a forward over so many tokens."""
+        return self._products.over(tokens) if self._products is not None else nullcontext()
 
     @property
     def cache(self) -> Any:
@@ -126,6 +131,12 @@ class Target(ABC):
     """How many of their tokens were fed before their start."""
     fed: int
     """Width of the last forward."""
+    choices: torch.Tensor | None = None
+    """The likeliest tokens of the last forward's rows and positions, if that is known already."""
+    num_captures: int = 0
+    """Shapes of the forward that had to be captured (`captured.py`)."""
+    why_not_captured: str | None = None
+    """Why they weren't, where they should have been."""
 
     def ahead(self, row: int) -> int:
         """How many committed tokens of a row the next forward feeds again, because the cache doesn't hold them."""
@@ -284,17 +295,18 @@ class RowsApart(Target):
         config = self.model.config.get_text_config(decoder=True)
         self._kinds = layer_types(config)
         self._masks_by_kind = hasattr(config, "layer_types")
-        self._eager = config._attn_implementation == "eager"
+        self._additive = self.model.dtype if config._attn_implementation == "eager" else None
         # Slots are columns of the padded batch (shifted where the cache holds more than the ids say); a row's positions keep a
         # constant distance from its slots.
         self._slot_offset = self.cached - self.tokens.prompt_length
         self._position_offsets = (self.model_kwargs["position_ids"][:, -1] - (self.cached - 1)).expand(len(self._rows))
         mask = self.model_kwargs.get("attention_mask")
         self._prompt_mask = mask.bool() if mask is not None and not bool(mask.all()) else None
-        self._row_cache = RowCache(
-            self.cache, self._kinds, getattr(config, "sliding_window", None), self.max_width, self.generation_config.max_length
-        )
+        self._row_cache = self._make_cache(getattr(config, "sliding_window", None))
         return outputs
+
+    def _make_cache(self, window: int | None) -> RowCache:
+        return RowCache(self.cache, self._kinds, window, self.max_width, self.generation_config.max_length)
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         tokens, cache, device = self.tokens, self._row_cache, self.tokens.ids.device
@@ -314,29 +326,19 @@ class RowsApart(Target):
         self.places, self.leads, self.fed = list(range(len(rows))), [0] * len(rows), width
         # Past a row's own ids there is only filling, which is nobody's; its positions stay in the model's range.
         own_steps = torch.minimum(steps, torch.tensor(counts, device=device)[:, None] - 1)
+        prompt_mask = self._prompt_mask[index] if self._prompt_mask is not None else None
         inputs = self.model.prepare_inputs_for_generation(
             tokens.ids[index[:, None], first + steps],
             **{
                 **self.model_kwargs,
                 compat.CACHE: cache,
                 "position_ids": first + own_steps + self._slot_offset + self._position_offsets[index][:, None],
-                "attention_mask": self._attention_mask(cache, slots, index),
+                "attention_mask": cache.masks(slots, prompt_mask, self._masks_by_kind, self._additive),
             },
         )
         outputs = self._forward(inputs, len(rows) * width, logits_to_keep)
         outputs.logits = outputs.logits[:, -logits_to_keep:]
         return outputs
-
-    def _attention_mask(self, cache: RowCache, slots: torch.Tensor, rows: torch.Tensor) -> Any:
-        prompt_mask = self._prompt_mask[rows] if self._prompt_mask is not None else None
-        masks = {}
-        for kind in set(self._kinds):
-            mask = cache.mask(kind, slots, prompt_mask)
-            if self._eager:
-                dtype = self.model.dtype
-                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-            masks[kind] = mask
-        return masks if self._masks_by_kind else next(iter(masks.values()))
 
     def _rejoin(self) -> None:
         assert self._row_cache is not None

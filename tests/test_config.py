@@ -32,12 +32,6 @@ def test_a_vllm_config_runs(caplog):
     assert sum("draft_tensor_parallel_size" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("key", ["compile"])
-def test_reserved_keys(key):
-    with pytest.raises(ValueError, match=f"`{key}` is not available yet"):
-        SpeculationConfig.from_dict({"method": "ngram", key: 1})
-
-
 def test_nearest_name():
     with pytest.raises(ValueError, match="Did you mean `prompt_lookup_max`"):
         SpeculationConfig.from_dict({"promt_lookup_max": 3})

@@ -27,8 +27,10 @@ from transformers.generation.logits_process import (
 )
 
 from .. import compat
+from ..captured import FixedRows, likeliest
 from ..control import DepthController, ForwardCosts
 from ..inputs import IMAGE_INPUTS, Inputs, placeholders
+from ..stats import SpeculationStats
 from ..target import RowsApart, RowsInStep, Target, costs_of
 from ..tokens import TokenBuffer
 from .base import Draft, Drafter, Plan, evidence_of
@@ -93,6 +95,8 @@ class DraftModelDrafter(Drafter):
         num_own_layers (`int`): the model is so many of the target's first layers, and starts on their part of the target's cache.
         name (`str`): of the drafter.
         inputs (`Inputs`, *optional*): of the call; `None`: nothing but text.
+        max_new_tokens (`int`, *optional*): forwards are to be of fixed shapes (`captured.py`), and a row gets at most so many tokens.
+        stats (`SpeculationStats`, *optional*): of the call, for what is captured.
     """
 
     is_free = False
@@ -110,6 +114,8 @@ class DraftModelDrafter(Drafter):
         num_own_layers: int = 0,
         name: str = NAME,
         inputs: Inputs | None = None,
+        max_new_tokens: int | None = None,
+        stats: SpeculationStats | None = None,
     ):
         target = inputs.target if inputs is not None else None
         self.model = model
@@ -129,6 +135,8 @@ class DraftModelDrafter(Drafter):
             self._columns, self._target_ids = pairs.T.contiguous()
         self._unsettled = unsettled
         self._num_own_layers = num_own_layers
+        self._max_new_tokens = max_new_tokens
+        self._stats = stats
         self.name = name
         self._vocab_size = vocab_size
         self._device = device
@@ -177,7 +185,9 @@ class DraftModelDrafter(Drafter):
             runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
-            runner.close()
+            if self._stats is not None:
+                self._stats.count_captures(runner.num_captures, runner.why_not_captured)
+            runner.close(self._is_whole)
 
     @property
     def _can_be_kept(self) -> bool:
@@ -230,6 +240,15 @@ class DraftModelDrafter(Drafter):
         self.num_forwards += 1
         fed = fresh.tokens.prompt_length
         self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
+        if isinstance(fresh, FixedRows):
+            self._costs = fresh.costs
+            if self._chains:
+                fresh.get_ready_to_chain(self._num_columns)
+
+    @property
+    def _chains(self) -> bool:
+        """Whether the device may go from token to token by itself."""
+        return isinstance(self._runner, FixedRows) and not self._looks and self._warpers is None and self._columns is None
 
     def _on_targets_cache(self) -> bool:
         """The first layers make of a text what they have made of it as a part of the target, if that can be read."""
@@ -262,7 +281,14 @@ class DraftModelDrafter(Drafter):
         mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
         model_kwargs = self._text_kwargs(mask, DynamicCache())
         apart = len(self._texts) > 1 and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
-        return self._make_runner(RowsApart if apart else RowsInStep, ids, model_kwargs)
+        kind: Any = RowsApart if apart else RowsInStep
+        if self._max_new_tokens is not None:
+            reason = FixedRows.why_not(self.model, _SETTINGS, model_kwargs)
+            if reason is None:
+                kind = FixedRows
+            elif self._stats is not None:
+                self._stats.count_fallback(f"draft model not compiled: {reason}")
+        return self._make_runner(kind, ids, model_kwargs)
 
     def _text_kwargs(self, mask: torch.Tensor, cache: Any) -> dict[str, Any]:
         model_kwargs = {"use_cache": True, compat.CACHE: cache, "attention_mask": mask}
@@ -299,7 +325,12 @@ class DraftModelDrafter(Drafter):
         return self._make_runner(RowsInStep, ids, model_kwargs)
 
     def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        return kind(self.model, TokenBuffer(ids), _SETTINGS, model_kwargs, returns_cache=False, rows_come_back=kind is RowsApart)
+        settings = _SETTINGS
+        if kind is FixedRows:
+            # Rows' texts end at one slot now. Each gets so many tokens more, but what it has got already.
+            max_length = max(len(text) for text in self._texts) + (self._max_new_tokens or 0)
+            settings = SimpleNamespace(**{**vars(_SETTINGS), "max_length": max_length})
+        return kind(self.model, TokenBuffer(ids), settings, model_kwargs, returns_cache=False, rows_come_back=kind is RowsApart)
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the draft model has no embedding for stand as 0: a worse guess, never an error."""
@@ -359,21 +390,19 @@ class DraftModelDrafter(Drafter):
         runner = self._runner
         assert runner is not None
         logits = self._step(rows, [self._texts[row] for row in rows], [[] for _ in rows])
-        ends = torch.tensor([len(self._texts[row]) + self._padding[row] for row in rows], device=logits.device)
-        index = torch.tensor(rows, device=logits.device)
+        steps, more = [self._choose(logits)], max(rooms) - 1
+        starts = [len(self._texts[row]) + self._padding[row] for row in rows]
+        if self._chains and more:
+            steps.append((*self._chain(rows, starts, steps[0][0][:, 0], more), None))
+        else:
+            index, first = torch.tensor(rows, device=logits.device), torch.tensor(starts, device=logits.device)
+            for step in range(more):
+                runner.tokens.reserve(max(starts) + step + 2)
+                runner.tokens.ids[index, first + step] = steps[-1][0][:, 0]
+                logits = self._forward(rows, [start + step for start in starts], [1] * len(rows), width=1, logits_to_keep=1)
+                steps.append(self._choose(logits))
         for row in rows:
-            self._held[row] = len(self._texts[row])
-        steps = []
-        for step in range(max(rooms)):
-            steps.append(self._choose(logits))
-            if step + 1 == max(rooms):
-                break
-            runner.tokens.reserve(int(max(len(self._texts[row]) + self._padding[row] for row in rows)) + step + 2)
-            runner.tokens.ids[index, ends + step] = steps[-1][0][:, 0]
-            starts = [len(self._texts[row]) + self._padding[row] + step for row in rows]
-            logits = self._forward(rows, starts, [1] * len(rows), width=1, logits_to_keep=1)
-            for row in rows:
-                self._held[row] = len(self._texts[row]) + step + 1
+            self._held[row] = len(self._texts[row]) + more
         tokens = torch.cat([token for token, _, _ in steps], dim=1).tolist()  # the one wait
         confidences = torch.cat([confidence for _, confidence, _ in steps], dim=1).tolist()
         drafts = []
@@ -434,6 +463,14 @@ class DraftModelDrafter(Drafter):
             self._held[row] = at + len(ids)
         return logits
 
+    def _chain(self, rows: list[int], starts: list[int], tokens: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self._runner, FixedRows)
+        self._is_whole = False
+        chained = self._runner.chain(rows, starts, tokens, length, self._num_columns)
+        self._is_whole = True
+        self.num_forwards += length
+        return chained
+
     def _forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> torch.Tensor:
         assert self._runner is not None
         self._is_whole = False
@@ -448,10 +485,10 @@ class DraftModelDrafter(Drafter):
         `(rows, positions, target vocabulary)`. What a draft ends by must not depend on the token drawn, or it is no longer lossless.
         """
         logits = logits[..., : self._num_columns] if self._columns is None else logits[..., self._columns]
-        logits = logits.float()
         if self._warpers is None:
-            top, token = logits.max(dim=-1)
-            return self._draft_ids(token), torch.exp(top - torch.logsumexp(logits, dim=-1)), None
+            token, confidence = likeliest(logits)
+            return self._draft_ids(token), confidence, None
+        logits = logits.float()
         probs = torch.nn.functional.softmax(self._warpers(None, logits.flatten(0, 1)), dim=-1)
         token = torch.multinomial(probs, num_samples=1).view(logits.shape[:2])
         confidence = probs.amax(dim=-1).view(logits.shape[:2])

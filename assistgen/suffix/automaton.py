@@ -321,8 +321,8 @@ def _chance(followed: Any, occurrences: Any, context: Any) -> Any:
 
 @compiled
 def _walk(
-    state: Any, size: Any, limit: Any, min_prob: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any, text: Any,
-    num_tokens: Any, tokens: Any, probs: Any,
+    state: Any, size: Any, limit: Any, min_prob: Any, needed: Any, max_depth: Any, chain: Any, chain_length: Any, states: Any, edges: Any,
+    text: Any, num_tokens: Any, tokens: Any, probs: Any,
 ) -> Any:  # fmt: skip
     """
     The likeliest way on from a state's substring of `size` tokens: at each step the token that follows most often.
@@ -331,10 +331,11 @@ def _walk(
     followed by nothing yet, and where the way reaches that end it goes on as a shorter suffix did: a repetition goes on repeating.
 
     Returns:
-        the number of tokens, and the sum of their probabilities: the expected number of accepted ones.
+        the number of tokens, and the sum of their probabilities: the expected number of accepted ones. A way that can't come to more than
+        `needed` isn't followed to its end, since in a large text each step waits for memory.
     """
     prob, score, n, copied = 1.0, 0.0, 0, NONE
-    while n < limit:
+    while n < limit and score + prob * (limit - n) > needed:
         if copied != NONE:  # one occurrence only: what follows is read off the text
             if copied < num_tokens and text[copied] != SEPARATOR:
                 prob *= _chance(1, 1, size + n)
@@ -404,8 +405,8 @@ def _propose(
             if best_score * SHORTER_PROMISE >= limit:
                 break
             n, score = _walk(
-                state, size, limit, min_prob, meta[MAX_DEPTH], chain, chain_length, states, edges, text, meta[NUM_TOKENS], tokens[other],
-                probs[other],
+                state, size, limit, min_prob, best_score * SHORTER_PROMISE, meta[MAX_DEPTH], chain, chain_length, states, edges, text,
+                meta[NUM_TOKENS], tokens[other], probs[other],
             )  # fmt: skip
             if score > best_score * SHORTER_PROMISE:
                 row, other = other, row
