@@ -299,6 +299,7 @@ def test_nothing_is_captured_after_the_first_call(widths):
     assert {(rows, cells) for rows, cells, _ in widths} == {(1, 256)} and {width for *_, width in widths} <= set(WIDTHS)
 
 
+@pytest.mark.skipif(compat.CACHE != "cache", reason="takes half a minute, once is enough")
 @torch._dynamo.config.patch(recompile_limit=64)
 @pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gemma3", 2)])
 def test_no_recompilation_in_a_compiler(family, rows, monkeypatch):
@@ -416,7 +417,7 @@ def test_beyond_a_window_and_the_smallest_cache():
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FIXED)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_replays(family, rows, sampled, graphs, monkeypatch):
     """Captures of target and draft, used by three calls; drafts that are mostly wrong, n-grams that put some rows ahead."""
     draft_blindly(monkeypatch)
@@ -533,8 +534,7 @@ def test_wrong_values(value):
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+@pytest.mark.parametrize(("method", "rows"), [("ngram", 4), ("draft_model", 1)])
 def test_real_text(smollm, method, rows):
     model, tokenizer = smollm
     tokenizer.padding_side = "left"
@@ -542,8 +542,8 @@ def test_real_text(smollm, method, rows):
     messages = [[{"role": "user", "content": text}] for text in texts[:rows]]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True)
     speculation = spec(method=method, **({"model": model} if method == "draft_model" else {}))
-    plain = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    output = assistgen.generate(model, **inputs, max_new_tokens=32, do_sample=False, **DICT, speculation=speculation)
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    output = assistgen.generate(model, **inputs, max_new_tokens=24, do_sample=False, **DICT, speculation=speculation)
     for row in range(rows):
         start = int((inputs["attention_mask"][row] == 0).sum())
         comparison = identity.compare(model, plain[row, start:], output.sequences[row, start:])
@@ -557,7 +557,7 @@ def test_real_chat(smollm):
     model, tokenizer = smollm
     speculator, ids, accepted = Speculator(spec()), torch.empty(1, 0, dtype=torch.long), 0
     kept = None
-    for turn in (f"Remember this: {NOTE}", "Repeat it word for word.", "When do we meet?"):
+    for turn in (f"Remember this: {NOTE}", "Repeat it word for word."):
         ids = torch.cat([ids, chat(tokenizer, turn)["input_ids"]], dim=1)
         plain = model.generate(ids, max_new_tokens=24, do_sample=False)
         output = assistgen.generate(model, ids, max_new_tokens=24, do_sample=False, **DICT, **{compat.CACHE: kept}, speculation=speculator)
