@@ -101,6 +101,9 @@ def main() -> None:
     own, stored = text[:1_100_000], text[1_100_000:]
     SuffixIndex(capacity=8).extend(list(range(50)))  # compiled now
     Cursor([SuffixIndex()], is_own=True).propose(4)
+    other = Cursor([SuffixIndex()], is_own=False)
+    other.advance([1])
+    other.propose(4)
     results: dict[str, Any] = {}
 
     def show(name: str, figures: dict[str, float] | None) -> None:
