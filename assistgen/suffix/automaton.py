@@ -383,9 +383,9 @@ def _walk(
 @compiled
 def _propose(
     state: Any, length: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, meta: Any, chain: Any, tokens: Any, probs: Any,
-    best_row: Any,
+    row: Any, best_n: Any, best_size: Any, best_score: Any,
 ) -> Any:  # fmt: skip
-    """The best of the ways on from all suffixes of a context (see `propose`), in a row other than `best_row`."""
+    """The best of the ways on from all suffixes of a context (see `propose`), and of the one of `best_size` that stands in `row`."""
     states, edges, text = _states(meta), _edges(meta), _text(meta)
     length = min(length, meta[MAX_DEPTH])
     state = suffix_state(state, length, states)
@@ -396,21 +396,19 @@ def _propose(
             chain[chain_length] = own
             chain_length += 1
             own = states[own, LINK]
-    row, other = (best_row + 1) % 3, (best_row + 2) % 3
-    best_n, best_size, best_score = 0, 0, 0.0
     while state != ROOT:
         size = min(states[state, LENGTH], length)
         if states[state, COUNT] > is_own:
             limit = int(min(max_tokens, size * factor + 1e-6))
-            if best_score * SHORTER_PROMISE >= limit:
+            needed = best_score * SHORTER_PROMISE if size < best_size else best_score
+            if needed >= limit:
                 break
             n, score = _walk(
-                state, size, limit, min_prob, best_score * SHORTER_PROMISE, meta[MAX_DEPTH], chain, chain_length, states, edges, text,
-                meta[NUM_TOKENS], tokens[other], probs[other],
+                state, size, limit, min_prob, needed, meta[MAX_DEPTH], chain, chain_length, states, edges, text, meta[NUM_TOKENS],
+                tokens[1 - row], probs[1 - row],
             )  # fmt: skip
-            if score > best_score * SHORTER_PROMISE:
-                row, other = other, row
-                best_n, best_size, best_score = n, size, score
+            if score > needed:
+                row, best_n, best_size, best_score = 1 - row, n, size, score
         state = states[state, LINK]
     return row, best_n, best_size, best_score
 
@@ -429,7 +427,7 @@ def propose(
         is_own: the context is the end of the (only) automaton's text, not another text's.
         max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
         min_prob: tokens less likely than this are left out.
-        chain, tokens, probs: room for `max_depth + 1` states; for three results of `max_tokens` tokens; for their probabilities.
+        chain, tokens, probs: room for `max_depth + 1` states; for two results of `max_tokens` tokens; for their probabilities.
 
     Returns:
         the row of `tokens` and `probs`, the number of tokens, the length of the suffix, the score.
@@ -437,7 +435,9 @@ def propose(
     row, n, size, score = 0, 0, 0, 0.0
     if is_own:
         meta = carray(pointer(metas[0]), (META_FIELDS,), np.int64)
-        return _propose(meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
+        return _propose(
+            meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row, n, size, score
+        )
     longest = 0
     for i in range(metas.shape[0]):
         longest = max(longest, places[i, 1])
@@ -445,9 +445,9 @@ def propose(
         for i in range(metas.shape[0]):
             if (places[i, 1] == longest) == knows_longest and longest > 0:
                 meta = carray(pointer(metas[i]), (META_FIELDS,), np.int64)
-                found = _propose(places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, meta, chain, tokens, probs, row)
-                if found[3] > score:
-                    row, n, size, score = found
+                row, n, size, score = _propose(
+                    places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, meta, chain, tokens, probs, row, n, size, score
+                )
         if score > 0.0:
             break
     return row, n, size, score

@@ -143,8 +143,8 @@ class Cursor:
         self._room(16)
 
     def _room(self, max_tokens: int) -> None:
-        self._tokens = np.empty((3, max_tokens), np.int32)
-        self._probs = np.empty((3, max_tokens), np.float64)
+        self._tokens = np.empty((2, max_tokens), np.int32)
+        self._probs = np.empty((2, max_tokens), np.float64)
 
     @property
     def match_length(self) -> int:
