@@ -81,8 +81,10 @@ class Call:
         processors = [logits_processor]
         if num_rows > 1:
             apart = RowsApart.why_not(model, generation_config, model_kwargs) is None
-            reason = (reason if not apart else None) or why_not_row_by_row(
-                self.processors, self.criteria, generation_config, inputs_tensor, num_rows
+            reason = (
+                (reason if not apart else None)
+                or compat.why_not_token_by_token(model)
+                or why_not_row_by_row(self.processors, self.criteria, generation_config, inputs_tensor, num_rows)
             )
             if reason is not None:
                 stats.count_fallback(reason)
@@ -90,7 +92,7 @@ class Call:
             processors = row_processors(
                 model, generation_config, input_ids, inputs_tensor, self.processors, self.prefix_allowed_tokens_fn, model_kwargs
             )
-        elif reason is not None:
+        elif (reason := reason or compat.why_not_token_by_token(model)) is not None:
             stats.count_fallback(reason)
             speculator = None
         kind: Any = RowsApart if num_rows > 1 and apart else RowsInStep

@@ -72,6 +72,17 @@ def why_no_roll_back(cache: Any, model: Any = None) -> str | None:
     return None
 
 
+def why_not_token_by_token(model: Any) -> str | None:
+    """
+    Why a token's logits depend on what else is in its forward, or `None` if they don't. LLM.int8() (arXiv 2208.07339) multiplies those
+    features apart that are large for any of the tokens.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    if getattr(config, "load_in_8bit", False) and getattr(config, "llm_int8_threshold", 0.0) > 0:
+        return "8-bit products depend on the forward's other tokens; quantise with llm_int8_threshold=0.0"
+    return None
+
+
 def is_recurrent(layer: Any) -> bool:
     """Whether a cache layer keeps a recurrent state, which can't be cropped. Reliable after the first forward."""
     return isinstance(layer, LinearAttentionLayer) and any(layer.is_recurrent_states_initialized.values())

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeline, TextIteratorStreamer
+from transformers import BitsAndBytesConfig, GenerationConfig, LogitsProcessor, TextGenerationPipeline, TextIteratorStreamer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import assistgen
@@ -411,3 +411,16 @@ def test_processes_that_decode_together(monkeypatch):
     assert torch.equal(output.sequences, plain)
     assert output.speculation.num_accepted_tokens > 10
     assert speculator.controller.to_dict()["acceptance"] == {}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_8_bit_targets_whose_tokens_depend_on_each_other(threshold, rows):
+    """Plainly, with the reason: transformers' own prompt lookup gives another text there."""
+    model, ids = build(), torch.cat([prompt(24, seed, period=5) for seed in range(rows)])
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    output = assistgen.generate(model, ids, max_new_tokens=12, do_sample=False, speculation=constant(), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert any("8-bit" in reason for reason in output.speculation.fallbacks) == (threshold > 0)
+    assert (output.speculation.num_draft_tokens == 0) == (threshold > 0)

@@ -101,6 +101,26 @@ def test_qwen_pair(qwen, pair, rows):
     assert not fast.speculation.fallbacks
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_4_bit_targets_in_fixed_shapes(rows):
+    pytest.importorskip("bitsandbytes")
+    _, tokenizer = weights.load("smollm2-135m", torch.float32)
+    tokenizer.padding_side = "left"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        weights.locate("smollm2-135m"),
+        dtype=torch.float32,
+        quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True),
+    ).eval()
+    inputs = batch(tokenizer, rows)
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    fast = assistgen.generate(
+        model, **inputs, max_new_tokens=24, **DICT, speculation={"method": "ngram", "depth": "constant", "compile": True}
+    )
+    assert_same(model, inputs, plain, fast.sequences)
+    assert fast.speculation.num_accepted_tokens > 2 * rows and not fast.speculation.fallbacks
+    assert fast.speculation.num_captures > 0
+
+
 FOREIGN = [
     ("qwen2.5-coder-1.5b", "smollm2-135m", None),
     ("qwen2.5-coder-1.5b", "smollm2-135m", True),
