@@ -4,8 +4,10 @@ import torch
 from scipy.stats import chi2
 from transformers.generation.candidate_generator import CandidateGenerator
 
+import assistgen
 from assistgen import Speculator
 from assistgen.drafters.base import Draft, Drafter
+from assistgen.drafters.draft_model import DraftModelDrafter
 
 
 class OracleGenerator(CandidateGenerator):
@@ -70,6 +72,29 @@ class OracleSpeculator(Speculator):
 def constant(**keys):
     """The n-gram drafter with every draft verified, so that a test doesn't depend on measured times."""
     return {"method": "ngram", "depth": "constant", **keys}
+
+
+def draft_blindly(monkeypatch, looks=False):
+    """Draft models as on a device where a look at a token makes the host wait."""
+    init = DraftModelDrafter.__init__
+
+    def blind(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self._looks = looks
+
+    monkeypatch.setattr(DraftModelDrafter, "__init__", blind)
+
+
+def count_pairs(model, ids, speculator, kwargs, at, calls):
+    """Accepted tokens of so many calls, and histograms, `(2, 100)`, of the tokens `at` and behind it, below 10: plainly and by ours."""
+    counts, accepted = torch.zeros(2, 100), 0
+    for _ in range(calls):
+        output = assistgen.generate(model, ids, **kwargs, speculation=speculator, return_dict_in_generate=True)
+        accepted += output.speculation.num_accepted_tokens
+        for side, sequences in enumerate((model.generate(ids, **kwargs), output.sequences)):
+            for a, b in sequences[:, at : at + 2].tolist():
+                counts[side, a * 10 + b] += 1
+    return accepted, counts
 
 
 def assert_same_distribution(counts):

@@ -13,7 +13,7 @@ from assistgen import SpeculationConfig, Speculator, captured, compat, identity
 from assistgen.captured import WIDTHS
 from assistgen.drafters.draft_model import DraftModelDrafter
 
-from .oracles import OracleSpeculator, assert_same_distribution
+from .oracles import OracleSpeculator, assert_same_distribution, count_pairs, draft_blindly
 from .test_draft_model import small
 from .test_real_models import CODE, NOTE, chat
 from .tiny import FAMILIES, WINDOW, build, pad_left, prompt
@@ -92,17 +92,6 @@ def graphs(monkeypatch):
     fake = FakeGraphs()
     monkeypatch.setattr(captured, "CAPTURES", {"cpu": fake})
     return fake
-
-
-def draft_blindly(monkeypatch, looks=False):
-    """As on a device where a look at a token makes the host wait."""
-    init = DraftModelDrafter.__init__
-
-    def blind(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self._looks = looks
-
-    monkeypatch.setattr(DraftModelDrafter, "__init__", blind)
 
 
 @pytest.fixture
@@ -224,16 +213,9 @@ def test_statistics_of_probabilistic_drafts():
         }
     )  # fmt: skip
     kwargs = {"do_sample": True, "max_new_tokens": 4, "num_return_sequences": 250}
-    counts, accepted = torch.zeros(2, 100), 0
     torch.manual_seed(7)
-    for _ in range(6):
-        output = assistgen.generate(model, ids, **kwargs, **DICT, speculation=speculator)
-        assert not output.speculation.fallbacks
-        accepted += output.speculation.num_accepted_tokens
-        for side, sequences in enumerate((model.generate(ids, **kwargs), output.sequences)):
-            for a, b in sequences[:, 6:8].tolist():
-                counts[side, a * 10 + b] += 1
-    assert accepted > 500
+    accepted, counts = count_pairs(model, ids, speculator, kwargs, at=6, calls=6)
+    assert accepted > 500 and not speculator.stats.fallbacks
     assert_same_distribution(counts)
 
 
@@ -525,6 +507,16 @@ def test_positions_of_a_draft_end_where_it_ends(graphs, monkeypatch):
     output = assistgen.generate(model, ids, max_new_tokens=60, do_sample=False, **DICT, speculation=speculation)
     assert torch.equal(output.sequences, plain)
     assert output.speculation.num_draft_tokens > 0 and not output.speculation.fallbacks
+
+
+def test_positions_of_the_target_end_where_it_ends():
+    """Eight wide from position 58 of 64, for five tokens: the filling has no positions of its own."""
+    model, ids = build("gpt2", n_positions=64), prompt(38)
+    plain = model.generate(ids, max_new_tokens=26, do_sample=False)
+    oracle = CompiledOracle(plain[:, 38:].tolist(), depth=4)
+    output = assistgen.generate(model, ids, max_new_tokens=26, do_sample=False, **DICT, speculation=oracle)
+    assert torch.equal(output.sequences, plain)
+    assert output.speculation.num_accepted_tokens > 15 and not output.speculation.fallbacks
 
 
 @pytest.mark.parametrize("value", [1, "always", "True"])

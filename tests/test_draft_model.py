@@ -10,10 +10,9 @@ import assistgen
 from assistgen import Speculator, compat
 from assistgen.acceptance import Verdict, residual, verify_block
 from assistgen.drafters.base import Draft
-from assistgen.drafters.draft_model import DraftModelDrafter
 from assistgen.target import costs_of
 
-from .oracles import assert_same_distribution
+from .oracles import assert_same_distribution, count_pairs, draft_blindly
 from .tiny import FAMILIES, build, pad_left, prompt
 
 
@@ -377,14 +376,8 @@ def test_no_drawn_token_is_left_out_for_what_it_is(what, rule):
     else:
         kwargs["suppress_tokens"] = [3, 7, 8]
     speculator = Speculator(config)
-    counts, accepted = torch.zeros(2, 100), 0
     torch.manual_seed(5)
-    for _ in range(24):
-        output = assistgen.generate(model, ids, **kwargs, speculation=speculator, return_dict_in_generate=True)
-        accepted += output.speculation.num_accepted_tokens
-        for side, sequences in enumerate((model.generate(ids, **kwargs), output.sequences)):
-            for a, b in sequences[:, 6:8].tolist():
-                counts[side, a * 10 + b] += 1
+    accepted, counts = count_pairs(model, ids, speculator, kwargs, at=6, calls=24)
     assert accepted > 500
     assert_same_distribution(counts)
 
@@ -398,13 +391,7 @@ def test_drafting_without_looking(family, rows, sampled, monkeypatch):
     for _ in range(5):
         for width, seconds in ((1, 9.0), (2, 5.0), (4, 6.0)):
             costs_of(model).record(rows, width, seconds)
-    init = DraftModelDrafter.__init__
-
-    def blind(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self._looks = False
-
-    monkeypatch.setattr(DraftModelDrafter, "__init__", blind)
+    draft_blindly(monkeypatch)
     inputs = pad_left([prompt(14 + 3 * row, seed=row) for row in range(rows)])
     kwargs = {"max_new_tokens": 24, "do_sample": sampled, "return_dict_in_generate": True}
     speculation = {"method": "draft_model", "model": model, "depth": "constant", "num_speculative_tokens": 4}
