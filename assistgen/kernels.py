@@ -11,9 +11,14 @@ from numba import carray, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from .linear import LANES
+
 
 OUTPUTS, TOKENS = 3, 4
-"""Sums that stay in registers while so many rows of the weight meet so many tokens: 12 of the 16 registers that AVX2 has."""
+"""Rows of the weight that meet so many tokens at once: of the 16 registers that AVX2 has, 12 for the sums, 3 for the weight, 1 for a token.
+It is written in vectors, since a compiler that makes them by itself needs more registers and moves sums about."""
+LINE = 64
+"""Bytes that come from memory at once."""
 NAN = np.uint16(0x7FC0)
 
 
@@ -76,61 +81,120 @@ def _store(number: Any, example: Any) -> Any:
     return as_it_is if example == types.float32 else as_bfloat16
 
 
-# Sums may be regrouped into vectors; what is not finite stays so.
-@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _multiply(weight: Any, x: Any, bias: Any, out: Any) -> None:
-    wide = np.zeros((out.shape[0], x.shape[1]), np.float32)
-    for m in range(x.shape[0]):
-        for k in range(x.shape[1]):
-            wide[m, k] = _widened(x[m, k])
-    for block in prange((weight.shape[0] + OUTPUTS - 1) // OUTPUTS):
-        n = min(block * OUTPUTS, weight.shape[0] - OUTPUTS)
-        for m in range(0, out.shape[0], TOKENS):
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = np.float32(0)
-            for k in range(weight.shape[1]):
-                a, b, c = _widened(weight[n, k]), _widened(weight[n + 1, k]), _widened(weight[n + 2, k])
-                x0, x1, x2, x3 = wide[m, k], wide[m + 1, k], wide[m + 2, k], wide[m + 3, k]
-                a0 += a * x0
-                a1 += a * x1
-                a2 += a * x2
-                a3 += a * x3
-                b0 += b * x0
-                b1 += b * x1
-                b2 += b * x2
-                b3 += b * x3
-                c0 += c * x0
-                c1 += c * x1
-                c2 += c * x2
-                c3 += c * x3
-            for j, sums in enumerate(((a0, a1, a2, a3), (b0, b1, b2, b3), (c0, c1, c2, c3))):
-                more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
-                for i in range(TOKENS):
-                    out[m + i, n + j] = _stored(sums[i] + more, out[0, 0])
+def _dots(tokens: int, fetch: bool) -> Any:
+    """
+    A function for `OUTPUTS` rows of a weight times so many tokens: their sums over `inputs`, as a tuple, row by row.
+
+    Args:
+        tokens (`int`): at most `TOKENS`.
+        fetch (`bool`): whether what lies at `ahead`, the weight's next rows, is called for meanwhile, so that waiting for memory and
+            multiplying overlap.
+    """
+
+    @intrinsic
+    def dots(typing_context: Any, dtype: Any, weight: Any, x: Any, inputs: Any, ahead: Any) -> Any:
+        single, size = ir.FloatType(), dtype.dtype.bitwidth // 8
+        element = single if dtype.dtype == types.float32 else ir.IntType(16)
+        i32, i64 = ir.IntType(32), ir.IntType(64)
+        floats, ints, stored = (ir.VectorType(kind, LANES) for kind in (single, i32, element))
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def known(name: str, result: Any, *arguments: Any) -> Any:
+                return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+            def rows(start: Any, number: int, kind: Any, size: int) -> list[Any]:
+                starts = [builder.add(start, builder.mul(inputs, i64(row * size))) for row in range(number)]
+                return [builder.inttoptr(row, kind.as_pointer()) for row in starts]
+
+            def read(row: Any, kind: Any, size: int) -> Any:
+                return builder.load(builder.bitcast(builder.gep(row, [k]), kind.as_pointer()), align=size)
+
+            def read_weight(row: Any) -> Any:
+                numbers = read(row, stored, size)
+                if element == single:
+                    return numbers
+                return builder.bitcast(builder.shl(builder.zext(numbers, ints), ints([16] * LANES)), floats)
+
+            def added_up(numbers: Any) -> Any:
+                """Always in the same order, so that a token's product doesn't depend on how many tokens there are."""
+                for half in (LANES >> step for step in range(1, LANES.bit_length())):
+                    low, high = (
+                        builder.shuffle_vector(numbers, numbers, ir.VectorType(i32, half)(list(range(start, start + half))))
+                        for start in (0, half)
+                    )
+                    numbers = builder.fadd(low, high)
+                return builder.extract_element(numbers, i32(0))
+
+            _, weight, x, inputs, ahead = arguments
+            add_product = known(f"llvm.fmuladd.v{LANES}f32", floats, floats, floats, floats)
+            call_for = known("llvm.prefetch.p0i8", ir.VoidType(), cgutils.voidptr_t, i32, i32, i32)
+            weights, texts = rows(weight, OUTPUTS, element, size), rows(x, tokens, single, 4)
+
+            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            k, *sums = phis = [builder.phi(i64), *(builder.phi(floats) for _ in range(OUTPUTS * tokens))]
+            numbers, totals = [read_weight(row) for row in weights], list(sums)
+            for token, text in enumerate(texts):
+                of_token = read(text, floats, 4)
+                for at in range(token, len(sums), tokens):
+                    totals[at] = builder.call(add_product, [numbers[at // tokens], of_token, sums[at]])
+            for offset in range(0, OUTPUTS * LANES * size if fetch else 0, LINE):
+                address = builder.add(builder.add(ahead, builder.mul(k, i64(OUTPUTS * size))), i64(offset))
+                builder.call(call_for, [builder.inttoptr(address, cgutils.voidptr_t), i32(0), i32(3), i32(1)])
+            k_after = builder.add(k, i64(LANES))
+            for phi, now in zip(phis, [k_after, *totals], strict=True):
+                phi.add_incoming(phi.type(0 if phi is k else [0.0] * LANES), before)
+                phi.add_incoming(now, loop)
+            builder.cbranch(builder.icmp_unsigned("<", k_after, inputs), loop, after)
+            builder.position_at_end(after)
+            return context.make_tuple(builder, signature.return_type, [added_up(total) for total in totals])
+
+        return types.UniTuple(types.float32, OUTPUTS * tokens)(dtype, *[types.int64] * 4), code
+
+    return dots
 
 
-@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _multiply_one(weight: Any, x: Any, bias: Any, out: Any) -> None:
-    wide = np.zeros(x.shape[1], np.float32)
-    for k in range(x.shape[1]):
-        wide[k] = _widened(x[0, k])
-    for n in prange(weight.shape[0]):
-        total = np.float32(0)
-        for k in range(weight.shape[1]):
-            total += _widened(weight[n, k]) * wide[k]
-        out[0, n] = _stored(total + _widened(bias[n]) if bias.shape[0] else total, out[0, 0])
+_dots_1, _dots_2, _dots_4, _dots_4_more = _dots(1, True), _dots(2, True), _dots(TOKENS, True), _dots(TOKENS, False)
 
 
 @njit(nogil=True, inline="always")
-def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
-    weights = carray(pointer(weight), (outputs, inputs), dtype)
+def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
+    tokens = len(sums) // OUTPUTS
+    for j in range(OUTPUTS):
+        more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
+        for i in range(tokens):
+            out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
+
+
+@njit(parallel=True, nogil=True)
+def _multiply(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
+    (tokens, inputs), outputs = x.shape, out.shape[1]
+    wide = np.zeros((out.shape[0], inputs), np.float32)
+    for m in range(tokens):
+        for k in range(inputs):
+            wide[m, k] = _widened(x[m, k])
+    in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
+    for block in prange((outputs + OUTPUTS - 1) // OUTPUTS):
+        texts, row = wide.ctypes.data, 4 * inputs  # asked for in here, or the memory were given back before
+        n = min(block * OUTPUTS, outputs - OUTPUTS)
+        rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
+        if in_fours:
+            _write(_dots_4(dtype, rows, texts, inputs, ahead), bias, out, 0, n)
+        for m in range(TOKENS, in_fours, TOKENS):
+            _write(_dots_4_more(dtype, rows, texts + m * row, inputs, ahead), bias, out, m, n)
+        if tokens - in_fours == 1:
+            _write(_dots_1(dtype, rows, texts + in_fours * row, inputs, ahead), bias, out, in_fours, n)
+        elif tokens - in_fours == 2:
+            _write(_dots_2(dtype, rows, texts + in_fours * row, inputs, ahead), bias, out, in_fours, n)
+
+
+@njit(nogil=True, inline="always")
+def _product(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     given = carray(pointer(x), (tokens, inputs), dtype)
     added = carray(pointer(bias), (outputs if bias else 0,), dtype)
     padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
-    product = carray(pointer(out), (padded, outputs), dtype)
-    if tokens == 1:
-        _multiply_one(weights, given, added, product)
-    else:
-        _multiply(weights, given, added, product)
+    _multiply(dtype, size, weight, given, added, carray(pointer(out), (padded, outputs), dtype))
 
 
 # Two functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
@@ -141,12 +205,13 @@ def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inp
 
     Args:
         weight, x, bias, out: addresses of contiguous `(outputs, inputs)`, `(tokens, inputs)`, `(outputs,)` and `(padded, outputs)`
-            numbers, `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs.
+            numbers, `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs, and a multiple
+            of `LANES` inputs.
     """
-    _product(np.float32, weight, x, bias, out, outputs, inputs, tokens)
+    _product(np.float32, 4, weight, x, bias, out, outputs, inputs, tokens)
 
 
 @compiled(nogil=True)
 def multiply_bfloat16(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     """The same for bfloat16."""
-    _product(np.uint16, weight, x, bias, out, outputs, inputs, tokens)
+    _product(np.uint16, 2, weight, x, bias, out, outputs, inputs, tokens)

@@ -33,6 +33,8 @@ MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
 SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 128)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
+LANES = 8
+"""Numbers of a row that the kernel multiplies at once: rows are that long, or a multiple."""
 AT_ONCE = 64
 """Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
 MIN_WORK = 2 * 10**10
@@ -106,7 +108,8 @@ def _is_compiled(model: Any) -> bool:
 
 def _is_big(weight: Any) -> bool:
     is_plain = _is_plain(weight) and weight.dtype in DTYPES and weight.dim() == 2 and weight.layout == torch.strided
-    return is_plain and weight.numel() >= MIN_WEIGHT and weight.shape[0] >= 3 and weight.is_contiguous()
+    fits = is_plain and weight.shape[0] >= 3 and weight.shape[1] % LANES == 0
+    return fits and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -153,7 +156,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     Args:
         x (`torch.Tensor` of shape `(…, inputs)`): float32 or bfloat16. Sums are in float32.
         weight (`torch.Tensor` of shape `(outputs, inputs)`), bias (`torch.Tensor` of shape `(outputs,)`, *optional*): of the same type,
-            contiguous, on the CPU; at least 3 outputs.
+            contiguous, on the CPU; at least 3 outputs, and a multiple of `LANES` inputs.
 
     Returns:
         `torch.Tensor` of shape `(…, outputs)`.
