@@ -87,12 +87,12 @@ def _dots(tokens: int, fetch: bool) -> Any:
 
     Args:
         tokens (`int`): at most `TOKENS`.
-        fetch (`bool`): whether what lies at `ahead`, the weight's next rows, is called for meanwhile, so that waiting for memory and
-            multiplying overlap.
+        fetch (`bool`): whether what lies at `ahead`, the weight's next rows, is called for meanwhile, `step` bytes for every `LANES`
+            inputs, so that waiting for memory and multiplying overlap.
     """
 
     @intrinsic
-    def dots(typing_context: Any, dtype: Any, weight: Any, x: Any, inputs: Any, ahead: Any) -> Any:
+    def dots(typing_context: Any, dtype: Any, weight: Any, x: Any, inputs: Any, ahead: Any, step: Any) -> Any:
         single, size = ir.FloatType(), dtype.dtype.bitwidth // 8
         element = single if dtype.dtype == types.float32 else ir.IntType(16)
         i32, i64 = ir.IntType(32), ir.IntType(64)
@@ -125,7 +125,7 @@ def _dots(tokens: int, fetch: bool) -> Any:
                     numbers = builder.fadd(low, high)
                 return builder.extract_element(numbers, i32(0))
 
-            _, weight, x, inputs, ahead = arguments
+            _, weight, x, inputs, ahead, step = arguments
             add_product = known(f"llvm.fmuladd.v{LANES}f32", floats, floats, floats, floats)
             call_for = known("llvm.prefetch.p0i8", ir.VoidType(), cgutils.voidptr_t, i32, i32, i32)
             weights, texts = rows(weight, OUTPUTS, element, size), rows(x, tokens, single, 4)
@@ -133,24 +133,28 @@ def _dots(tokens: int, fetch: bool) -> Any:
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
-            k, *sums = phis = [builder.phi(i64), *(builder.phi(floats) for _ in range(OUTPUTS * tokens))]
+            k, ahead, *sums = [builder.phi(i64), builder.phi(i64), *(builder.phi(floats) for _ in range(OUTPUTS * tokens))]
             numbers, totals = [read_weight(row) for row in weights], list(sums)
             for token, text in enumerate(texts):
                 of_token = read(text, floats, 4)
                 for at in range(token, len(sums), tokens):
                     totals[at] = builder.call(add_product, [numbers[at // tokens], of_token, sums[at]])
             for offset in range(0, OUTPUTS * LANES * size if fetch else 0, LINE):
-                address = builder.add(builder.add(ahead, builder.mul(k, i64(OUTPUTS * size))), i64(offset))
-                builder.call(call_for, [builder.inttoptr(address, cgutils.voidptr_t), i32(0), i32(3), i32(1)])
+                line = builder.inttoptr(builder.add(ahead, i64(offset)), cgutils.voidptr_t)
+                builder.call(call_for, [line, i32(0), i32(3), i32(1)])
             k_after = builder.add(k, i64(LANES))
-            for phi, now in zip(phis, [k_after, *totals], strict=True):
-                phi.add_incoming(phi.type(0 if phi is k else [0.0] * LANES), before)
-                phi.add_incoming(now, loop)
+            for phi, first, then in [
+                (k, i64(0), k_after),
+                (ahead, arguments[4], builder.add(ahead, step)),
+                *((phi, floats([0.0] * LANES), total) for phi, total in zip(sums, totals, strict=True)),
+            ]:
+                phi.add_incoming(first, before)
+                phi.add_incoming(then, loop)
             builder.cbranch(builder.icmp_unsigned("<", k_after, inputs), loop, after)
             builder.position_at_end(after)
             return context.make_tuple(builder, signature.return_type, [added_up(total) for total in totals])
 
-        return types.UniTuple(types.float32, OUTPUTS * tokens)(dtype, *[types.int64] * 4), code
+        return types.UniTuple(types.float32, OUTPUTS * tokens)(dtype, *[types.int64] * 5), code
 
     return dots
 
@@ -175,18 +179,23 @@ def _multiply(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any) -
         for k in range(inputs):
             wide[m, k] = _widened(x[m, k])
     in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
+    # The next rows are called for by halves where there are two passes over these or more.
+    step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
+    half = step * (inputs // LANES)
     for block in prange((outputs + OUTPUTS - 1) // OUTPUTS):
         texts, row = wide.ctypes.data, 4 * inputs  # asked for in here, or the memory were given back before
         n = min(block * OUTPUTS, outputs - OUTPUTS)
         rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
-        if in_fours:
-            _write(_dots_4(dtype, rows, texts, inputs, ahead), bias, out, 0, n)
-        for m in range(TOKENS, in_fours, TOKENS):
-            _write(_dots_4_more(dtype, rows, texts + m * row, inputs, ahead), bias, out, m, n)
-        if tokens - in_fours == 1:
-            _write(_dots_1(dtype, rows, texts + in_fours * row, inputs, ahead), bias, out, in_fours, n)
-        elif tokens - in_fours == 2:
-            _write(_dots_2(dtype, rows, texts + in_fours * row, inputs, ahead), bias, out, in_fours, n)
+        for m in range(0, in_fours, TOKENS):
+            if m <= TOKENS:
+                _write(_dots_4(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
+            else:
+                _write(_dots_4_more(dtype, rows, texts + m * row, inputs, ahead, step), bias, out, m, n)
+        m = in_fours
+        if tokens - m == 1:
+            _write(_dots_1(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
+        elif tokens - m == 2:
+            _write(_dots_2(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
 
 
 @njit(nogil=True, inline="always")
