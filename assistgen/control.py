@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,6 +220,10 @@ class AcceptanceRates:
         return rates
 
 
+def _median(numbers: Collection[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2] if numbers else 0.0
+
+
 class _Paid:
     """What is known of a drafter that costs time."""
 
@@ -228,6 +232,7 @@ class _Paid:
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=32)  # a drafted token's, recently
+        self.reading: deque[float] = deque(maxlen=9)  # the seconds of a token that is taken in, in one row
         self.accepted: list[list[float]] = []  # [reached, accepted] by position, whatever the evidence
         self.rounds, self.tokens, self.time = self.PRIOR_ROUNDS, self.PRIOR_TOKENS, self.PRIOR_TIME  # decayed; time in plain steps
         self.is_idle = False
@@ -236,7 +241,7 @@ class _Paid:
 
     @property
     def typical(self) -> float:
-        return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
+        return _median(self.seconds)
 
     @property
     def rate(self) -> float:
@@ -289,9 +294,9 @@ class DepthController:
         self._pace = [2.0, 2.0]  # tokens a row, and the plain steps that their time would have been; decayed
         self._lock = threading.RLock()
 
-    def plan(self, rows: int, costs: ForwardCosts) -> RoundPlan:
-        """What drafters may ask in a round of so many rows on a target with these costs."""
-        return RoundPlan(self, rows, costs)
+    def plan(self, rows: int, costs: ForwardCosts, remaining: int | None = None) -> RoundPlan:
+        """What drafters may ask in a round of so many rows on a target with these costs; at most `remaining` tokens a row are to come."""
+        return RoundPlan(self, rows, costs, remaining)
 
     @property
     def speedup(self) -> float:
@@ -384,8 +389,9 @@ class DepthController:
                 "pace": list(self._pace),
                 "drafters": {
                     source: {
-                        "seconds": list(paid.seconds), "accepted": [list(counts) for counts in paid.accepted], "rounds": paid.rounds,
-                        "tokens": paid.tokens, "time": paid.time, "is_idle": paid.is_idle, "patience": paid.patience,
+                        "seconds": list(paid.seconds), "reading": list(paid.reading),
+                        "accepted": [list(counts) for counts in paid.accepted], "rounds": paid.rounds, "tokens": paid.tokens,
+                        "time": paid.time, "is_idle": paid.is_idle, "patience": paid.patience,
                     }
                     for source, paid in self._paid.items()
                 },
@@ -401,6 +407,7 @@ class DepthController:
         for source, known in values["drafters"].items():
             paid = controller._known(source)
             paid.seconds.extend(known["seconds"])
+            paid.reading.extend(known["reading"])
             paid.accepted = [list(counts) for counts in known["accepted"]]
             paid.rounds, paid.tokens, paid.time = known["rounds"], known["tokens"], known["time"]
             paid.is_idle, paid.patience = known["is_idle"], known["patience"]
@@ -419,17 +426,19 @@ class RoundPlan:
     """
 
     FIRST_PATIENCE, MAX_PATIENCE = 8, 128
+    PATIENCE_TO_READ = 32
+    """Rounds more before a trial for each plain step that taking in the text takes: trials that bring nothing cost some 3 %."""
 
-    def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts):
-        self.rows, self.costs = rows, costs
+    def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts, remaining: int | None = None):
+        self.rows, self.costs, self.remaining = rows, costs, remaining
         self.drafting: dict[str, float] = {}
         self._controller = controller
         self._curve: list[float] | None = None
 
-    def budget(self, source: str, limit: int) -> Budget:
+    def budget(self, source: str, limit: int, behind: int = 0) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
-        for a trial after 8 rounds, then 16, 32 … 128.
+        for a trial after 8 rounds, then 16, 32 … 128; nor if all that is still to come couldn't repay taking in the text first.
         """
         controller = self._controller
         if controller.strategy == "heuristic":
@@ -441,11 +450,14 @@ class RoundPlan:
             self._curve = self.costs.verify(self.rows, limit)
             if self._curve is None:
                 return Budget(0, 0)  # what a plain step costs has to be known first
+            reading = behind * self.rows * _median(known.reading) / self._curve[0]  # in plain steps
             if known.is_idle:
                 known.waited += 1
-                if known.waited < known.patience:
+                if known.waited < known.patience + self.PATIENCE_TO_READ * reading:
                     return Budget(0, 0)
                 known.waited = 0
+            elif self.remaining is not None and reading > self.remaining * max(0.0, 1.0 - known.time / known.tokens):
+                return Budget(0, 0)
             price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7
             best = (0.0, 1)
             for position in range(limit):
@@ -488,6 +500,11 @@ class RoundPlan:
                 if gain - price * (curve[k] + (k - deepest) * step) > stop:
                     return True
         return False
+
+    def caught_up(self, source: str, num_tokens: int, seconds: float) -> None:
+        """Taking in `num_tokens` tokens a row took `seconds`: no part of what a round costs, but of what beginning again does."""
+        with self._controller._lock:
+            self._controller._known(source).reading.append(seconds / (num_tokens * self.rows))
 
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""

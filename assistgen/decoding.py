@@ -195,7 +195,9 @@ class Decoding:
         if self.drafter is None:
             return [NOTHING] * len(running)
         before = perf_counter()
-        self._plan = self.controller.plan(len(running), self.costs)
+        self._plan = self.controller.plan(
+            len(running), self.costs, self._max_length - min(self.tokens.lengths[row.number] for row in running)
+        )
         proposals = [NOTHING] * len(running)
         if max(rooms) > 0:
             proposals = self.drafter.propose([row.number for row in running], rooms, self._plan)

@@ -79,6 +79,28 @@ def test_heuristic_depth():
         assert controller.plan(1, costs).budget("ngram", 12).limit == expected
 
 
+def test_what_taking_in_the_text_costs():
+    """Measured once, it has to be repaid by the rest of the answer; a drafter that doesn't pay is tried the more rarely for it."""
+    controller, costs = DepthController(), ForwardCosts()
+    costs.record(1, 1, 0.1)
+
+    def limit(behind, remaining):
+        return controller.plan(1, costs, remaining).budget("draft_model", 8, behind).limit
+
+    assert limit(behind=1000, remaining=10) == 8  # nothing is known yet
+    controller.plan(1, costs).caught_up("draft_model", 1000, 2.0)  # 20 plain steps
+    assert limit(behind=1000, remaining=10) == 0
+    assert limit(behind=100, remaining=10) == limit(behind=1000, remaining=1000) == limit(behind=0, remaining=1) == 8
+    for behind, rounds in ((0, 8), (500, 16 + 10 * 32)):  # twice as long after a trial
+        for _ in range(40):
+            plan = controller.plan(1, costs)
+            plan.spent("draft_model", 1, 0.1)
+            controller.end_round(plan, [Draft([1], "draft_model", is_free=False)], [0], 0.1)
+            if controller.to_dict()["drafters"]["draft_model"]["is_idle"]:
+                break
+        assert next(round_ for round_ in range(1, 1000) if limit(behind, remaining=1000)) == rounds
+
+
 def test_acceptance_follows_the_evidence():
     rates = AcceptanceRates()
     weak, strong = Draft([1] * 8, "ngram", (1,)), Draft([1] * 8, "ngram", (5,))

@@ -40,6 +40,8 @@ from .ngram import NGramIndex
 NAME = "draft_model"
 MAX_GUESS = 4
 """The most n-gram guesses that ride along in a forward of the draft model."""
+FAR_BEHIND = 16
+"""From so many tokens on, text that has to be taken in before a draft is priced by itself; less of it costs hardly more than one token."""
 
 
 @dataclass
@@ -148,6 +150,7 @@ class DraftModelDrafter(Drafter):
         self._costs = memory.costs if memory is not None and shares_weights and model is not target else costs_of(model)
         self._held: list[int] = []
         """Of each row's text and draft, tokens in the cache."""
+        self._kept: tuple[list[int], RowsInStep] | None = None  # of an earlier call, until the first draft
         self._indexes: list[NGramIndex] = []
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
@@ -162,6 +165,12 @@ class DraftModelDrafter(Drafter):
         """The rows' texts, in the draft model's ids."""
         self._texts = texts
         self._indexes = [NGramIndex(1, 3, text[: max(0, len(text) - self._unsettled)]) for text in texts]
+        self._held = [0] * len(texts)
+        self._kept = self._memory.take() if self._memory is not None and self._can_be_kept else None
+        if self._kept is not None:
+            before, text = self._kept[0], texts[0]
+            both = min(len(before), len(text) - 1)
+            self._held = [next((i for i in range(both) if before[i] != text[i]), both)]
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self.rewrite(row, len(self._texts[row]), tokens)
@@ -173,14 +182,14 @@ class DraftModelDrafter(Drafter):
         same = 0
         while same < min(len(tokens), len(before)) and tokens[same] == before[same]:
             same += 1
-        if self._runner is not None:
-            # Of the draft, all but the last token is cached.
-            self._held[row] = min(self._held[row], kept + same)
+        self._held[row] = min(self._held[row], kept + same)  # of the draft, all but the last token is cached
         text[kept:] = tokens
         index.extend(text[len(index.tokens) : max(0, len(text) - self._unsettled)])
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
+        if self._kept is not None and self._memory is not None:
+            self._memory.keep(*self._kept)  # nothing was drafted
         if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and self._can_be_kept:
             runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
@@ -198,13 +207,18 @@ class DraftModelDrafter(Drafter):
         # A draft's tokens are fed all but the last, behind the longest text.
         longest = max(len(text) for text in self._texts) + (max(self._padding) if self._runner is not None else 0)
         max_tokens = [min(room, max(0, self._max_length - longest)) for room in max_tokens]
-        budget = plan.budget(self.name, max(max_tokens))
+        behind = self._behind(rows)
+        budget = plan.budget(self.name, max(max_tokens), behind)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
-        start_of_call = self._runner is None
+        start, start_of_call = perf_counter(), self._runner is None
         if start_of_call:
             self._start(max(max_tokens))
-        start = perf_counter()
+        if self._behind(rows):
+            self._step(list(rows), [self._texts[row][:-1] or self._texts[row] for row in rows], [[] for _ in rows])
+        if behind:
+            plan.caught_up(self.name, behind, perf_counter() - start)
+            start = perf_counter()
         assert self._runner is not None
         if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)
@@ -213,22 +227,24 @@ class DraftModelDrafter(Drafter):
             drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         longest = max(len(draft.tokens) for draft in drafts)
-        if longest and not start_of_call:
+        if longest and (self._looks or not start_of_call):
             plan.spent(self.name, longest, perf_counter() - start)
         return drafts
 
+    def _behind(self, rows: Sequence[int]) -> int:
+        """Tokens to take in before a draft, if they are many: of the text that lacks most in the cache, but for its last one."""
+        if self._runner is None and self._num_own_layers:
+            return 0  # starts on the target's cache
+        behind = max(len(self._texts[row]) - self._held[row] for row in rows) - 1
+        return behind if behind >= FAR_BEHIND else 0
+
     def _start(self, room: int) -> None:
         """The prompt's forward, or the part of it that a kept cache doesn't hold; up to `room` tokens are to come."""
-        kept = self._memory.take() if self._memory is not None and self._can_be_kept else None
-        if kept is not None:
-            text, runner = kept
-            shared, both = 0, min(len(text), len(self._texts[0]) - 1)
-            while shared < both and text[shared] == self._texts[0][shared]:
-                shared += 1
-            if shared > 0:
-                runner.roll_back({0: shared})
-                self._runner, self._held, self._padding = runner, [shared], [0]
-                return
+        kept, self._kept = self._kept, None
+        if kept is not None and self._held[0] > 0:
+            self._runner, self._padding = kept[1], [0]
+            self._runner.roll_back({0: self._held[0]})
+            return
         if self._num_own_layers and self._on_targets_cache():
             assert self._runner is not None
             self._runner.get_ready(room)
