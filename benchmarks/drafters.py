@@ -101,7 +101,8 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         handle.remove()
         new = sequences.shape[1] - inputs["input_ids"].shape[1]
         return {
-            "seconds": seconds / new, "first": clock.times[1] - start, "per_forward": new / forwards[0], "sequences": sequences[0],
+            "seconds": seconds / new, "first": clock.times[1] - start,
+            "later": (clock.times[-1] - clock.times[1]) / max(1, new - 1), "per_forward": new / forwards[0], "sequences": sequences[0],
             "draft_ms": stats.draft_s / max(1, stats.num_drafts) * 1e3 if stats else None,
         }  # fmt: skip
 
@@ -123,6 +124,8 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
             result = results[side]
             ratios[side]["wall"].append(plain["seconds"] / result["seconds"])
             ratios[side]["first token"].append(result["first"] / plain["first"])
+            if plain["later"] and result["later"]:
+                ratios[side]["wall after the first token"].append(plain["later"] / result["later"])
             for other in theirs if side not in theirs else ():
                 ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
             categories[side][item["category"]].append(result["per_forward"])

@@ -178,6 +178,28 @@ def test_a_speculator_keeps_the_drafts_cache():
     assert 20 in fed  # another text starts anew
 
 
+def test_an_answer_that_cannot_repay_taking_in_the_text():
+    """It is decoded plainly, and what was kept of an earlier text is there for its next turn."""
+    model, draft = build("llama"), build("llama")
+    speculator = Speculator(spec(draft, depth="adaptive"))
+    ids = prompt(60, 3)
+    first = assistgen.generate(model, ids, **KW, speculation=speculator)
+    known = speculator.controller._known("draft_model")
+    known.reading.extend([1000.0] * 9)
+    known.tokens, known.is_idle = 1e9, False  # whatever this machine's clock made of a target that drafts for itself
+    fed = []
+    handle = draft.register_forward_pre_hook(lambda m, a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    other = assistgen.generate(model, prompt(60, 4), **KW, speculation=speculator)
+    assert fed == []
+    known.reading.clear()
+    follow = torch.cat([first.sequences, prompt(5, 9)], dim=1)
+    second = assistgen.generate(model, follow, **KW, speculation=speculator)
+    handle.remove()
+    assert 0 < max(fed) < 50
+    assert torch.equal(model.generate(prompt(60, 4), **KW).sequences, other.sequences)
+    assert torch.equal(model.generate(follow, **KW).sequences, second.sequences)
+
+
 def test_the_draft_model_stays_as_it_is():
     model, draft = build("gemma3"), small("gemma3")
     ids = prompt(14)

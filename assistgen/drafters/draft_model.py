@@ -218,17 +218,17 @@ class DraftModelDrafter(Drafter):
             self._step(list(rows), [self._texts[row][:-1] or self._texts[row] for row in rows], [[] for _ in rows])
         if behind:
             plan.caught_up(self.name, behind, perf_counter() - start)
-            start = perf_counter()
         assert self._runner is not None
         if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)
             drafts = self._draft_looking(list(rows), [min(room, limit) for room in max_tokens], plan)
         else:
+            start = perf_counter()
             drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
+            longest = max(len(draft.tokens) for draft in drafts)
+            if longest and not start_of_call:
+                plan.spent(self.name, longest, perf_counter() - start)
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
-        longest = max(len(draft.tokens) for draft in drafts)
-        if longest and (self._looks or not start_of_call):
-            plan.spent(self.name, longest, perf_counter() - start)
         return drafts
 
     def _behind(self, rows: Sequence[int]) -> int:
@@ -358,7 +358,9 @@ class DraftModelDrafter(Drafter):
         draft's own next tokens ride along in its forwards (staged speculation, arXiv 2308.04623), which change nothing but the speed.
         """
         chains = {row: _Chain([], [], [], [], is_open=room > 0) for row, room in zip(rows, rooms, strict=True)}
+        longest = 0
         while any(chain.is_open for chain in chains.values()):
+            before = perf_counter()
             guesses = self._guess([chains[row] for row in rows], rows, rooms)
             sequences = [self._texts[row] + chains[row].tokens for row in rows]
             token, confidence, distribution = self._choose(self._step(rows, sequences, [guess.tokens for guess in guesses]))
@@ -387,6 +389,8 @@ class DraftModelDrafter(Drafter):
                 self._held[row] += right
                 if len(chain.tokens) == room:
                     chain.is_open = False
+            length, longest = longest, max(len(chain.tokens) for chain in chains.values())
+            plan.spent(self.name, max(1, longest - length), perf_counter() - before)
             reaches = [chain.reach for chain in chains.values() if chain.reach]
             if not reaches or not plan.goes_on(self.name, reaches):
                 break
