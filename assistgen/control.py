@@ -7,9 +7,10 @@ step, is always one of the choices. Throughput as the aim follows goodput (arXiv
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,10 +221,6 @@ class AcceptanceRates:
         return rates
 
 
-def _median(numbers: Collection[float]) -> float:
-    return sorted(numbers)[len(numbers) // 2] if numbers else 0.0
-
-
 class _Paid:
     """What is known of a drafter that costs time."""
 
@@ -232,7 +229,7 @@ class _Paid:
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=32)  # a drafted token's, recently
-        self.reading: deque[float] = deque(maxlen=9)  # the seconds of a token that is taken in, in one row
+        self.read = [0.0, 0.0]  # tokens of text taken in, and the seconds that it took; decayed
         self.accepted: list[list[float]] = []  # [reached, accepted] by position, whatever the evidence
         self.rounds, self.tokens, self.time = self.PRIOR_ROUNDS, self.PRIOR_TOKENS, self.PRIOR_TIME  # decayed; time in plain steps
         self.is_idle = False
@@ -241,7 +238,7 @@ class _Paid:
 
     @property
     def typical(self) -> float:
-        return _median(self.seconds)
+        return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
 
     @property
     def rate(self) -> float:
@@ -389,7 +386,7 @@ class DepthController:
                 "pace": list(self._pace),
                 "drafters": {
                     source: {
-                        "seconds": list(paid.seconds), "reading": list(paid.reading),
+                        "seconds": list(paid.seconds), "read": list(paid.read),
                         "accepted": [list(counts) for counts in paid.accepted], "rounds": paid.rounds, "tokens": paid.tokens,
                         "time": paid.time, "is_idle": paid.is_idle, "patience": paid.patience,
                     }
@@ -407,7 +404,7 @@ class DepthController:
         for source, known in values["drafters"].items():
             paid = controller._known(source)
             paid.seconds.extend(known["seconds"])
-            paid.reading.extend(known["reading"])
+            paid.read = list(known["read"])
             paid.accepted = [list(counts) for counts in known["accepted"]]
             paid.rounds, paid.tokens, paid.time = known["rounds"], known["tokens"], known["time"]
             paid.is_idle, paid.patience = known["is_idle"], known["patience"]
@@ -427,7 +424,9 @@ class RoundPlan:
 
     FIRST_PATIENCE, MAX_PATIENCE = 8, 128
     PATIENCE_TO_READ = 32
-    """Rounds more before a trial for each plain step that taking in the text takes: trials that bring nothing cost some 3 %."""
+    """Rounds more before a trial for each plain step that taking in the text takes, so that trials in vain cost some 3 %; up to"""
+    MOST_PATIENCE_TO_READ = 1024
+    """so many rounds."""
 
     def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts, remaining: int | None = None):
         self.rows, self.costs, self.remaining = rows, costs, remaining
@@ -438,7 +437,7 @@ class RoundPlan:
     def budget(self, source: str, limit: int, behind: int = 0) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
-        for a trial after 8 rounds, then 16, 32 … 128; nor if all that is still to come couldn't repay taking in the text first.
+        for a trial after 8 rounds, then 16, 32 … 128; nor if all that is still to come isn't expected to repay taking in the text first.
         """
         controller = self._controller
         if controller.strategy == "heuristic":
@@ -450,14 +449,16 @@ class RoundPlan:
             self._curve = self.costs.verify(self.rows, limit)
             if self._curve is None:
                 return Budget(0, 0)  # what a plain step costs has to be known first
-            reading = behind * self.rows * _median(known.reading) / self._curve[0]  # in plain steps
-            if known.is_idle:
+            tokens, seconds = known.read
+            reading = behind * self.rows * seconds / max(tokens, 1.0) / self._curve[0]  # in plain steps
+            saved = max(0.0, 1.0 - known.time / known.tokens)  # of a plain step, by each token
+            remaining = math.inf if self.remaining is None else self.remaining
+            if known.is_idle or (reading and reading > saved * remaining):
                 known.waited += 1
-                if known.waited < known.patience + self.PATIENCE_TO_READ * reading:
+                patience = known.patience + min(self.PATIENCE_TO_READ * reading, self.MOST_PATIENCE_TO_READ)
+                if known.waited < patience or reading > remaining:
                     return Budget(0, 0)
                 known.waited = 0
-            elif self.remaining is not None and reading > self.remaining * max(0.0, 1.0 - known.time / known.tokens):
-                return Budget(0, 0)
             price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7
             best = (0.0, 1)
             for position in range(limit):
@@ -504,7 +505,10 @@ class RoundPlan:
     def caught_up(self, source: str, num_tokens: int, seconds: float) -> None:
         """Taking in `num_tokens` tokens a row took `seconds`: no part of what a round costs, but of what beginning again does."""
         with self._controller._lock:
-            self._controller._known(source).reading.append(seconds / (num_tokens * self.rows))
+            known = self._controller._known(source)
+            if known.read[0] == 0.0:
+                num_tokens, seconds = 1, seconds / num_tokens  # a process's first one pays for the kernels' set-up: little is made of it
+            known.read = [known.read[0] * 0.8 + num_tokens * self.rows, known.read[1] * 0.8 + seconds]
 
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""

@@ -14,6 +14,8 @@ from numba.extending import intrinsic, overload
 from .linear import LANES
 
 
+assert LANES == 8, "numba knows by this file's content whether to compile anew: say here, too, what it is"
+
 OUTPUTS, TOKENS = 3, 4
 """Rows of the weight that meet so many tokens at once: of the 16 registers that AVX2 has, 12 for the sums, 3 for the weight, 1 for a token.
 It is written in vectors, since a compiler that makes them by itself needs more registers and moves sums about."""
@@ -99,8 +101,8 @@ def _dots(tokens: int, fetch: bool) -> Any:
         floats, ints, stored = (ir.VectorType(kind, LANES) for kind in (single, i32, element))
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def known(name: str, result: Any, *arguments: Any) -> Any:
-                return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+            def known(name: str, result: Any, *takes: Any) -> Any:
+                return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, takes), name)
 
             def rows(start: Any, number: int, kind: Any, size: int) -> list[Any]:
                 starts = [builder.add(start, builder.mul(inputs, i64(row * size))) for row in range(number)]
@@ -172,8 +174,8 @@ def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
 
 
 @njit(parallel=True, nogil=True)
-def _multiply(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
-    (tokens, inputs), outputs = x.shape, out.shape[1]
+def _multiply(dtype: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
+    (tokens, inputs), outputs, size = x.shape, out.shape[1], x.itemsize
     wide = np.zeros((out.shape[0], inputs), np.float32)
     for m in range(tokens):
         for k in range(inputs):
@@ -181,29 +183,29 @@ def _multiply(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any) -
     in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
     # The next rows are called for by halves where there are two passes over these or more.
     step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
-    half = step * (inputs // LANES)
     for block in prange((outputs + OUTPUTS - 1) // OUTPUTS):
         texts, row = wide.ctypes.data, 4 * inputs  # asked for in here, or the memory were given back before
         n = min(block * OUTPUTS, outputs - OUTPUTS)
         rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
+        middle = ahead + step * (inputs // LANES)
         for m in range(0, in_fours, TOKENS):
             if m <= TOKENS:
-                _write(_dots_4(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
+                _write(_dots_4(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
             else:
                 _write(_dots_4_more(dtype, rows, texts + m * row, inputs, ahead, step), bias, out, m, n)
         m = in_fours
         if tokens - m == 1:
-            _write(_dots_1(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
+            _write(_dots_1(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
         elif tokens - m == 2:
-            _write(_dots_2(dtype, rows, texts + m * row, inputs, ahead + (half if m else 0), step), bias, out, m, n)
+            _write(_dots_2(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
 @njit(nogil=True, inline="always")
-def _product(dtype: Any, size: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
+def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     given = carray(pointer(x), (tokens, inputs), dtype)
     added = carray(pointer(bias), (outputs if bias else 0,), dtype)
     padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
-    _multiply(dtype, size, weight, given, added, carray(pointer(out), (padded, outputs), dtype))
+    _multiply(dtype, weight, given, added, carray(pointer(out), (padded, outputs), dtype))
 
 
 # Two functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
@@ -217,10 +219,10 @@ def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inp
             numbers, `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs, and a multiple
             of `LANES` inputs.
     """
-    _product(np.float32, 4, weight, x, bias, out, outputs, inputs, tokens)
+    _product(np.float32, weight, x, bias, out, outputs, inputs, tokens)
 
 
 @compiled(nogil=True)
 def multiply_bfloat16(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     """The same for bfloat16."""
-    _product(np.uint16, 2, weight, x, bias, out, outputs, inputs, tokens)
+    _product(np.uint16, weight, x, bias, out, outputs, inputs, tokens)

@@ -1,9 +1,9 @@
 """Records what a target says and what a draft model would have drafted for it: `python -m benchmarks.record`.
 
-The recordings, `benchmarks/recordings/PAIR.json`, let drafters and control be compared without a model, on any machine's costs
-(`benchmarks.replay`, `benchmarks.simulate`). They hold Spec-Bench's question ids, the target's output and the draft chains, and not
-the prompts. float32, greedy. One chain for each place where the last one ended: within a chain that is right so far, the chain of a
-later place is its rest.
+The recordings, `benchmarks/recordings/TARGET.json`, let drafters and control be compared without a model, on any machine's costs
+(`benchmarks.replay`, `benchmarks.simulate`). They hold Spec-Bench's question ids, the target's output and by draft model the chains, and
+not the prompts. float32, greedy. One chain for each place where the last one ended: within a chain that is right so far, the chain of a
+later place is its rest. Answers that are recorded already stay; another draft model's chains are added to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import transformers
 
 from assistgen import weights
 from assistgen.control import DepthController, ForwardCosts
+from assistgen.drafters.base import Drafter
 from assistgen.drafters.draft_model import DraftModelDrafter
+from assistgen.drafters.universal import UniversalDrafter
+from assistgen.stats import SpeculationStats
 
 from .common import chat, machine, spec_bench
 
@@ -36,9 +39,19 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], tokens: int) -
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in output]
 
 
-def chains(model: Any, vocab_size: int, prompts: list[list[int]], outputs: list[list[int]], depth: int) -> list[list[dict[str, Any]]]:
+def drafter_of(draft: Any, draft_tokenizer: Any, target: Any, tokenizer: Any) -> Drafter:
+    vocab_size, cpu = target.config.get_text_config(decoder=True).vocab_size, torch.device("cpu")
+
+    def make(**foreign: Any) -> DraftModelDrafter:
+        return DraftModelDrafter(draft, **({"vocab_size": vocab_size, "device": cpu} | foreign))
+
+    if draft_tokenizer.get_vocab() == tokenizer.get_vocab():
+        return make()
+    return UniversalDrafter(make, draft, (lambda: tokenizer, lambda: draft_tokenizer), SpeculationStats(), False, None, frozenset())
+
+
+def chains(drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], depth: int) -> list[list[dict[str, Any]]]:
     """For each row: `at` (output tokens so far), `tokens` and `evidence` of what would have been drafted there."""
-    drafter = DraftModelDrafter(model, vocab_size, torch.device("cpu"))
     drafter.begin([prompt + output[:1] for prompt, output in zip(prompts, outputs, strict=True)])
     at = [1] * len(prompts)
     recorded: list[list[dict[str, Any]]] = [[] for _ in prompts]
@@ -69,24 +82,28 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
     target, tokenizer = weights.load(arguments.target, torch.float32)
-    draft, _ = weights.load(arguments.draft, torch.float32)
+    draft, draft_tokenizer = weights.load(arguments.draft, torch.float32)
+    path = RECORDINGS / f"{arguments.target}.json"
+    document = json.loads(path.read_text()) if path.exists() else {"target": arguments.target, "recordings": []}
+    known = {entry["id"]: entry for entry in document["recordings"]}
     items = spec_bench(arguments.per_category)
     for item in items:
         item["ids"] = chat(tokenizer, item["prompt"])["input_ids"][0].tolist()
     items.sort(key=lambda item: len(item["ids"]))
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    recordings = []
     for start in range(0, len(items), arguments.rows):
         batch = items[start : start + arguments.rows]
         prompts = [item["ids"] for item in batch]
-        outputs = answers(target, tokenizer, prompts, arguments.tokens)
-        print(f"{start + len(batch)} of {len(items)} answered", flush=True)
-        for item, output, chain in zip(batch, outputs, chains(draft, vocab_size, prompts, outputs, arguments.depth), strict=True):
-            recordings.append({"id": item["id"], "category": item["category"], "output": output, "chains": chain})
+        new = [item for item in batch if item["id"] not in known]
+        outputs = answers(target, tokenizer, [item["ids"] for item in new], arguments.tokens) if new else []
+        for item, output in zip(new, outputs, strict=True):
+            known[item["id"]] = {"id": item["id"], "category": item["category"], "output": output, "chains": {}}
+        outputs = [known[item["id"]]["output"] for item in batch]
+        drafter = drafter_of(draft, draft_tokenizer, target, tokenizer)
+        for item, recorded in zip(batch, chains(drafter, prompts, outputs, arguments.depth), strict=True):
+            known[item["id"]]["chains"][arguments.draft] = recorded
         print(f"{start + len(batch)} of {len(items)} recorded", flush=True)
+        document = {"machine": machine()} | document | {"recordings": list(known.values())}
         RECORDINGS.mkdir(exist_ok=True)
-        document = {"target": arguments.target, "draft": arguments.draft, "machine": machine(), "recordings": recordings}
-        path = RECORDINGS / f"{arguments.target}+{arguments.draft}.json"
         path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
 
 

@@ -13,7 +13,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -160,8 +159,8 @@ class Tiers(Policy):
 class Adaptive(Policy):
     """`assistgen.control`."""
 
-    def __init__(self, source: str = "drafter", is_free: bool = True):
-        self.source, self.is_free = source, is_free
+    def __init__(self, source: str = "drafter", draft_ms: float = 0.0):
+        self.source, self.is_free, self._draft_ms = source, draft_ms == 0, draft_ms
         self.controller, self.costs = DepthController(), ForwardCosts()
         self._shadows: list[ShadowedDraft] = []
         self._limit = LIMIT
@@ -175,6 +174,7 @@ class Adaptive(Policy):
         return self._plan.budget(self.source, limit).limit
 
     def goes_on(self, evidence: int) -> bool:
+        self._plan.spent(self.source, 1, self._draft_ms / 1e3)
         self._reach.append((self._reach or [1.0])[-1] * self._plan.rate(self.source, evidence))
         return self._plan.goes_on(self.source, [self._reach])
 
@@ -193,7 +193,6 @@ class Adaptive(Policy):
         if draft.tokens and self.is_free:
             self._shadows.append(ShadowedDraft(draft))
         elif draft.tokens:
-            self._plan.spent(self.source, round_.drafted, round_.draft_ms / 1e3)
             for position in range(min(accepted + 1, round_.verified)):
                 self.controller.observe(draft, position, position < accepted)
         committed = list(range(at, at + accepted + 1))
@@ -265,19 +264,19 @@ def changing(rates: Sequence[float], period: int = 500, length: int = 6_000, see
     return of_bits([rng.random() < rates[at // period % len(rates)] for at in range(length)], lambda at: 4, draft_ms)
 
 
-def recorded(path: Path, draft_ms: float, length: int = 2_000) -> Stream:
-    """The draft model's chains over all recorded answers, end to end, repeated up to `length` tokens."""
+def recorded(entries: list[dict[str, Any]], draft: str, draft_ms: float, length: int = 2_000) -> Stream:
+    """A draft model's chains over all recorded answers, end to end, repeated up to `length` tokens."""
     steps: list[Step] = []
-    for entry in json.loads(path.read_text())["recordings"]:
+    for entry in entries:
         output = entry["output"]
-        chains = {chain["at"]: chain for chain in entry["chains"]}
+        chains = {chain["at"]: chain for chain in entry["chains"][draft]}
         current: dict[str, Any] = {"at": 0, "tokens": [], "evidence": []}
         for at in range(1, len(output)):
             current = chains.get(at, current)
             skipped = at - current["at"]
             tokens, evidence = current["tokens"][skipped:], current["evidence"][skipped:]
             right = next((i for i, token in enumerate(tokens) if output[at + i : at + i + 1] != [token]), len(tokens))
-            steps.append(Step(tuple(evidence[:LIMIT]), min(right, LIMIT)))
+            steps.append(Step(tuple(evidence[: min(LIMIT, len(tokens))]), min(right, LIMIT)))
     return Stream([steps[i % len(steps)] for i in range(max(length, len(steps)))], draft_ms)
 
 
@@ -297,13 +296,13 @@ def guessed(requests: list[Request], make: Callable[[], Drafter], length: int = 
     return Stream([steps[i % len(steps)] for i in range(max(length, len(steps)))])
 
 
-def policies(is_free: bool) -> dict[str, Callable[[], Policy]]:
+def policies(draft_ms: float) -> dict[str, Callable[[], Policy]]:
     fixed: dict[str, Callable[[], Policy]] = {f"fixed {k}": lambda k=k: Fixed(k) for k in FIXED}  # type: ignore[misc]
     return fixed | {
         "heuristic": Heuristic,
         "confidence": Confidence,
         "SGLang's tiers": Tiers,
-        "adaptive": lambda: Adaptive(is_free=is_free),
+        "adaptive": lambda: Adaptive(draft_ms=draft_ms),
     }
 
 
@@ -317,7 +316,7 @@ def streams(draft_ms: float) -> dict[str, Stream]:
 def compare(stream: Stream, curve: dict[int, float]) -> dict[str, float]:
     """Speed over plain decoding by policy."""
     plain = cost(curve, 1)
-    found = {name: plain / run(make(), stream, curve, noise=0.03) for name, make in policies(stream.draft_ms == 0).items()}
+    found = {name: plain / run(make(), stream, curve, noise=0.03) for name, make in policies(stream.draft_ms).items()}
     return found | {"oracle": plain / oracle(stream, curve)}
 
 
@@ -325,10 +324,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(weights.locate("qwen2.5-coder-1.5b"))
-    free = {}
-    for path in sorted(RECORDINGS.glob("*.json")):
-        requests = answered(tokenizer, path)[path.stem]
-        free |= {f"recorded {drafter.name}": guessed(requests, drafter) for drafter in (NGramDrafter, SuffixDrafter)}
+    path = RECORDINGS / "qwen2.5-coder-1.5b.json"
+    requests, entries = answered(tokenizer, path)[path.stem], json.loads(path.read_text())["recordings"]
+    drafts = [draft for draft in entries[0]["chains"] if all(draft in entry["chains"] for entry in entries)]
+    free = {f"recorded {drafter.name}": guessed(requests, drafter) for drafter in (NGramDrafter, SuffixDrafter)}
     results: dict[str, Any] = {}
     for curve_name, curve in CURVES.items():
         plain = cost(curve, 1)
@@ -336,7 +335,7 @@ def main() -> None:
             print(f"\n{curve_name}, {draft_name}: speed over plain decoding")
             table = streams(share * plain) | ({} if share else free)
             if share:
-                table |= {f"recorded {path.stem}": recorded(path, share * plain) for path in sorted(RECORDINGS.glob("*.json"))}
+                table |= {f"recorded {draft}": recorded(entries, draft, share * plain) for draft in drafts}
             rows = {name: compare(stream, curve) for name, stream in table.items()}
             results[f"{curve_name}, {draft_name}"] = rows
             for name, speeds in rows.items():

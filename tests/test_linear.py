@@ -21,7 +21,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(3, 8), (64, 40), (301, 96)])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 150])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 10, 65, 67, 150])
 def test_product_is_torchs(dtype, with_bias, outputs, inputs, tokens):
     torch.manual_seed(0)
     x, weight = torch.randn(1, tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)

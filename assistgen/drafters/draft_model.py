@@ -79,6 +79,11 @@ class DraftMemory:
             kept, self._kept = self._kept, None
             return kept
 
+    def put_back(self, kept: tuple[list[int], RowsInStep]) -> None:
+        """What was taken and not used, unless another call kept its own meanwhile."""
+        with self._lock:
+            self._kept = self._kept or kept
+
 
 class DraftModelDrafter(Drafter):
     """
@@ -169,7 +174,7 @@ class DraftModelDrafter(Drafter):
         self._kept = self._memory.take() if self._memory is not None and self._can_be_kept else None
         if self._kept is not None:
             before, text = self._kept[0], texts[0]
-            both = min(len(before), len(text) - 1)
+            both = max(0, min(len(before), len(text) - 1))
             self._held = [next((i for i in range(both) if before[i] != text[i]), both)]
 
     def commit(self, row: int, tokens: list[int]) -> None:
@@ -188,8 +193,9 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         runner, self._runner = self._runner, None
-        if self._kept is not None and self._memory is not None:
-            self._memory.keep(*self._kept)  # nothing was drafted
+        kept, self._kept = self._kept, None
+        if kept is not None and self._memory is not None:
+            self._memory.put_back(kept)  # nothing was drafted
         if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and self._can_be_kept:
             runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
@@ -211,13 +217,14 @@ class DraftModelDrafter(Drafter):
         budget = plan.budget(self.name, max(max_tokens), behind)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
-        start, start_of_call = perf_counter(), self._runner is None
-        if start_of_call:
-            self._start(max(max_tokens))
+        seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
+        start = perf_counter()
         if self._behind(rows):
             self._step(list(rows), [self._texts[row][:-1] or self._texts[row] for row in rows], [[] for _ in rows])
         if behind:
-            plan.caught_up(self.name, behind, perf_counter() - start)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # its time is no part of the draft's, which is waited for next
+            plan.caught_up(self.name, behind, seconds + perf_counter() - start)
         assert self._runner is not None
         if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)
@@ -226,31 +233,33 @@ class DraftModelDrafter(Drafter):
             start = perf_counter()
             drafts = self._draft_blindly(list(rows), [min(room, budget.depth) for room in max_tokens])
             longest = max(len(draft.tokens) for draft in drafts)
-            if longest and not start_of_call:
+            if longest:
                 plan.spent(self.name, longest, perf_counter() - start)
         self._drafted = {row: draft.tokens for row, draft in zip(rows, drafts, strict=True)}
         return drafts
 
     def _behind(self, rows: Sequence[int]) -> int:
         """Tokens to take in before a draft, if they are many: of the text that lacks most in the cache, but for its last one."""
-        if self._runner is None and self._num_own_layers:
+        if self._runner is None and self._num_own_layers and len(self._texts) == 1:
             return 0  # starts on the target's cache
         behind = max(len(self._texts[row]) - self._held[row] for row in rows) - 1
         return behind if behind >= FAR_BEHIND else 0
 
-    def _start(self, room: int) -> None:
-        """The prompt's forward, or the part of it that a kept cache doesn't hold; up to `room` tokens are to come."""
+    def _start(self, room: int) -> float:
+        """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come. Returns the forward's seconds."""
         kept, self._kept = self._kept, None
         if kept is not None and self._held[0] > 0:
+            kept[1].roll_back({0: self._held[0]})
             self._runner, self._padding = kept[1], [0]
-            self._runner.roll_back({0: self._held[0]})
-            return
+            return 0.0
         if self._num_own_layers and self._on_targets_cache():
             assert self._runner is not None
             self._runner.get_ready(room)
-            return
+            return 0.0
         fresh = self._conditioned() if self._sees else self._on_text()
+        before = perf_counter()
         fresh.prefill()
+        seconds = perf_counter() - before
         fresh.get_ready(room)
         self._runner = fresh
         self.num_forwards += 1
@@ -260,6 +269,7 @@ class DraftModelDrafter(Drafter):
             self._costs = fresh.costs
             if self._chains:
                 fresh.get_ready_to_chain(self._num_columns)
+        return seconds
 
     @property
     def _chains(self) -> bool:
