@@ -424,7 +424,8 @@ class RoundPlan:
 
     FIRST_PATIENCE, MAX_PATIENCE = 8, 128
     PATIENCE_TO_READ = 32
-    """Rounds more before a trial for each plain step that taking in the text takes, so that trials in vain cost some 3 %; up to"""
+    """Rounds more before a trial for each plain step that taking in the text takes, so that trials in vain cost some 3 %; fewer by the
+    tokens to come if the text is new, since it may be of another kind than those before; up to"""
     MOST_PATIENCE_TO_READ = 1024
     """so many rounds."""
 
@@ -434,7 +435,7 @@ class RoundPlan:
         self._controller = controller
         self._curve: list[float] | None = None
 
-    def budget(self, source: str, limit: int, behind: int = 0) -> Budget:
+    def budget(self, source: str, limit: int, behind: int = 0, is_new: bool = False) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
         for a trial after 8 rounds, then 16, 32 … 128; nor if all that is still to come isn't expected to repay taking in the text first.
@@ -455,8 +456,8 @@ class RoundPlan:
             remaining = math.inf if self.remaining is None else self.remaining
             if known.is_idle or (reading and reading > saved * remaining):
                 known.waited += 1
-                patience = known.patience + min(self.PATIENCE_TO_READ * reading, self.MOST_PATIENCE_TO_READ)
-                if known.waited < patience or reading > remaining:
+                more = self.PATIENCE_TO_READ * reading - (remaining if is_new else 0.0)
+                if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > remaining:
                     return Budget(0, 0)
                 known.waited = 0
             price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7

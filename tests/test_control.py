@@ -104,6 +104,11 @@ def test_what_taking_in_the_text_costs():
             if controller.to_dict()["drafters"]["draft_model"]["is_idle"]:
                 break
         assert next(round_ for round_ in range(1, 1000) if limit(behind, remaining=1000)) == rounds
+    # After yet another trial in vain it would wait for 32 rounds and 320 for the text; a new one with 300 tokens to come is tried earlier.
+    known = controller._known("draft_model")
+    known.patience = 32
+    plans = (controller.plan(1, costs, 300) for _ in range(1000))
+    assert next(number for number, plan in enumerate(plans, 1) if plan.budget("draft_model", 8, 500, is_new=True).limit) == 32 + 320 - 300
 
 
 def test_acceptance_follows_the_evidence():

@@ -106,8 +106,11 @@ class Budget(NamedTuple):
 class Plan(Protocol):
     """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
 
-    def budget(self, source: str, limit: int, behind: int = 0) -> Budget:
-        """What may be drafted in this round, at most `limit` tokens a row, if `behind` tokens of a row's text are to be taken in first."""
+    def budget(self, source: str, limit: int, behind: int = 0, is_new: bool = False) -> Budget:
+        """
+        What may be drafted in this round, at most `limit` tokens a row, if `behind` tokens of a row's text are to be taken in first;
+        `is_new`: nothing was drafted in this call yet.
+        """
 
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""

@@ -214,7 +214,7 @@ class DraftModelDrafter(Drafter):
         longest = max(len(text) for text in self._texts) + (max(self._padding) if self._runner is not None else 0)
         max_tokens = [min(room, max(0, self._max_length - longest)) for room in max_tokens]
         behind = self._behind(rows)
-        budget = plan.budget(self.name, max(max_tokens), behind)
+        budget = plan.budget(self.name, max(max_tokens), behind, is_new=self._runner is None)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
         seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
