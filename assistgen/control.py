@@ -422,6 +422,8 @@ class RoundPlan:
         drafting (`dict[str, float]`): the sources that cost time in this round, and how many seconds they took.
     """
 
+    FIRST_DEPTH = 4
+    """Tokens of the first draft of all, whatever they cost: less of it teaches little."""
     FIRST_PATIENCE, MAX_PATIENCE = 8, 128
     PATIENCE_TO_READ = 32
     """Rounds more before a trial for each plain step that taking in the text takes, so that trials in vain cost some 3 %; fewer by the
@@ -491,6 +493,8 @@ class RoundPlan:
             known = controller._known(source)
             price, rate, step = controller._price(curve, self.rows), known.rate, known.typical
             deepest = max(len(reach) for reach in reaches)
+            if known.rounds == known.PRIOR_ROUNDS and deepest < self.FIRST_DEPTH:
+                return True
             gain, stop = 0.0, -price * curve[0]
             for k in range(min(deepest, len(curve) - 1)):
                 gain += sum(reach[k] for reach in reaches if k < len(reach))
