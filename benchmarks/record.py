@@ -40,13 +40,12 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], tokens: int) -
 
 
 def drafter_of(draft: Any, draft_tokenizer: Any, target: Any, tokenizer: Any) -> Drafter:
+    """With the target's tokenizer or another one, which the drafter sees."""
     vocab_size, cpu = target.config.get_text_config(decoder=True).vocab_size, torch.device("cpu")
 
     def make(**foreign: Any) -> DraftModelDrafter:
         return DraftModelDrafter(draft, **({"vocab_size": vocab_size, "device": cpu} | foreign))
 
-    if draft_tokenizer.get_vocab() == tokenizer.get_vocab():
-        return make()
     return UniversalDrafter(make, draft, (lambda: tokenizer, lambda: draft_tokenizer), SpeculationStats(), False, None, frozenset())
 
 
