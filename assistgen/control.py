@@ -456,7 +456,7 @@ class RoundPlan:
             reading = behind * self.rows * seconds / max(tokens, 1.0) / self._curve[0]  # in plain steps
             saved = max(0.0, 1.0 - known.time / known.tokens)  # of a plain step, by each token
             remaining = math.inf if self.remaining is None else self.remaining
-            if known.is_idle or (reading and reading > saved * remaining):
+            if known.is_idle or reading > saved * remaining:
                 known.waited += 1
                 more = self.PATIENCE_TO_READ * reading - (remaining if is_new else 0.0)
                 if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > remaining:

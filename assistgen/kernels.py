@@ -181,10 +181,10 @@ def _multiply(dtype: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
         for k in range(inputs):
             wide[m, k] = _widened(x[m, k])
     in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
-    # The next rows are called for by halves where there are two passes over these or more.
+    # The next rows are called for by halves where two passes or more go over these.
     step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
     for block in prange((outputs + OUTPUTS - 1) // OUTPUTS):
-        texts, row = wide.ctypes.data, 4 * inputs  # asked for in here, or the memory were given back before
+        texts, row = wide.ctypes.data, 4 * inputs  # asked for in here: outside, the array would be freed too early
         n = min(block * OUTPUTS, outputs - OUTPUTS)
         rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
         middle = ahead + step * (inputs // LANES)
