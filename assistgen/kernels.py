@@ -11,11 +11,9 @@ from numba import carray, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from .linear import LANES
 
-
-assert LANES == 8, "numba knows by this file's content whether to compile anew: say here, too, what it is"
-
+LANES = 8
+"""As linear.py says, too, which imports torch: the suffix index, which knows none, takes the helpers below."""
 OUTPUTS, TOKENS = 3, 4
 """Rows of the weight that meet so many tokens at once: of the 16 registers that AVX2 has, 12 for the sums, 3 for the weight, 1 for a token.
 It is written in vectors, since a compiler that makes them by itself needs more registers and moves sums about."""

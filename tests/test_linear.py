@@ -269,3 +269,9 @@ def test_after_a_fork():
         assert os.waitpid(child, 0)[1] == 0 and not linear._ruled_out.is_set()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rows_are_as_long_as_the_kernel_takes_them():
+    from assistgen import kernels  # numba takes a second
+
+    assert kernels.LANES == linear.LANES
