@@ -2,7 +2,8 @@
 
 Three questions, each answered with both sides in one process, in rotating order: how much is lost where nothing can be guessed
 (open-ended prompts at a high temperature, same seed on both sides), how close the controller comes to the best fixed depth where all can
-be (copy-heavy prompts), and with `--draft` whether `auto` is as fast as the better of its drafters on Spec-Bench's categories.
+be (copy-heavy prompts), and with `--draft` whether `auto` is as fast as the better of its drafters on Spec-Bench's tasks
+(`benchmarks.drafters`, which measures it, tells more of them).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from assistgen import weights
 from assistgen.quickstart import COPY
 
 from .common import alternating, chat, finish, geometric_mean, interval, machine, show, spec_bench
+from .drafters import compare
 
 
 OPEN_ENDED = ["Write a story about a lighthouse.", "Tell me something surprising.", "Describe a city that never existed."]
 DEPTHS = (2, 4, 8, 15)
 
 
-def open_ended(model: Any, tokenizer: Any, pairs: int, tokens: int) -> list[float]:
-    speculator = assistgen.Speculator("auto")
+def open_ended(model: Any, tokenizer: Any, auto: dict[str, Any], pairs: int, tokens: int) -> list[float]:
+    speculator = assistgen.Speculator(auto)
     ratios: list[float] = []
     for number, text in enumerate(OPEN_ENDED):
         kwargs = {**chat(tokenizer, text), "max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "temperature": 1.5}
@@ -45,10 +47,10 @@ def open_ended(model: Any, tokenizer: Any, pairs: int, tokens: int) -> list[floa
     return ratios
 
 
-def copy_heavy(model: Any, tokenizer: Any, rounds: int, tokens: int) -> dict[str, list[float]]:
+def copy_heavy(model: Any, tokenizer: Any, auto: dict[str, Any], rounds: int, tokens: int) -> dict[str, list[float]]:
     """Speed over plain decoding in each round."""
     kwargs = {**chat(tokenizer, COPY), "max_new_tokens": tokens, "do_sample": False}
-    sides: dict[str, Any] = {"plain": None, "auto": assistgen.Speculator("auto")}
+    sides: dict[str, Any] = {"plain": None, "auto": assistgen.Speculator(auto)}
     for depth in DEPTHS:
         sides[f"fixed {depth}"] = assistgen.Speculator({"method": "suffix", "depth": "constant", "num_speculative_tokens": depth})
     ratios: dict[str, list[float]] = {side: [] for side in sides if side != "plain"}
@@ -65,34 +67,6 @@ def copy_heavy(model: Any, tokenizer: Any, rounds: int, tokens: int) -> dict[str
     return ratios
 
 
-def by_category(model: Any, draft: Any, tokenizer: Any, per_category: int, tokens: int) -> dict[str, dict[str, list[float]]]:
-    """Speed over plain decoding by side and category."""
-    sides: dict[str, Any] = {
-        "plain": None,
-        "suffix": assistgen.Speculator("suffix"),
-        "draft_model": assistgen.Speculator({"method": "draft_model", "model": draft}),
-        "auto": assistgen.Speculator({"method": "auto", "model": draft}),
-    }
-    names = list(sides)
-    found: dict[str, dict[str, list[float]]] = {side: {} for side in names if side != "plain"}
-    for side in names:
-        assistgen.generate(model, **chat(tokenizer, "Count to ten."), max_new_tokens=16, do_sample=False, speculation=sides[side])
-    for number, item in enumerate(spec_bench(per_category)):
-        kwargs = {**chat(tokenizer, item["prompt"]), "max_new_tokens": tokens, "do_sample": False}
-        seconds, chosen = {}, {}
-        for side in names[number % len(names) :] + names[: number % len(names)]:
-            start = perf_counter()
-            output = assistgen.generate(model, **kwargs, speculation=sides[side], return_dict_in_generate=True)
-            seconds[side] = (perf_counter() - start) / (output.sequences.shape[1] - kwargs["input_ids"].shape[1])
-            stats = output.speculation
-            chosen[side] = {name: counts.num_drafts for name, counts in stats.drafters.items()} | {"plain": stats.num_plain_steps}
-        for side in found:
-            found[side].setdefault(item["category"], []).append(seconds["plain"] / seconds[side])
-        line = ", ".join(f"{side} {found[side][item['category']][-1]:.2f}" for side in found)
-        print(f"{number:3d} {item['category']:15s} {line}; auto chose {chosen['auto']}", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -107,27 +81,27 @@ def main() -> None:
     print(machine())
     dtype = getattr(torch, arguments.dtype)
     model, tokenizer = weights.load(arguments.model, dtype)
-    results: dict[str, Any] = {}
+    draft = weights.load(arguments.draft, dtype)[0] if arguments.draft else None
+    auto = {"method": "auto", "model": draft} if draft is not None else {"method": "auto"}
     if arguments.pairs:
-        ratios = open_ended(model, tokenizer, arguments.pairs, arguments.tokens)
+        ratios = open_ended(model, tokenizer, auto, arguments.pairs, arguments.tokens)
         print(f"open-ended at temperature 1.5: auto over plain {show(ratios)}")
-        results["open_ended"] = {"mean": geometric_mean(ratios), "interval": interval(ratios)}
-        by_depth = copy_heavy(model, tokenizer, arguments.pairs, arguments.tokens)
+        results: dict[str, Any] = {"open_ended": {"mean": geometric_mean(ratios), "interval": interval(ratios)}}
+        by_depth = copy_heavy(model, tokenizer, auto, arguments.pairs, arguments.tokens)
         for side, speeds in by_depth.items():
             print(f"copy-heavy: {side:10s} over plain {show(speeds)}")
         best = max((side for side in by_depth if side != "auto"), key=lambda side: geometric_mean(by_depth[side]))
         against = [auto / fixed for auto, fixed in zip(by_depth["auto"], by_depth[best], strict=True)]
         print(f"copy-heavy: auto over {best}, the best: {show(against)}")
         results["copy_heavy"] = {side: geometric_mean(speeds) for side, speeds in by_depth.items()}
-    if arguments.draft:
-        draft, _ = weights.load(arguments.draft, dtype)
-        found = by_category(model, draft, tokenizer, arguments.per_category, arguments.tokens)
-        for side, categories in found.items():
-            every = [speed for speeds in categories.values() for speed in speeds]
-            detail = ", ".join(f"{category} {geometric_mean(speeds):.2f}" for category, speeds in categories.items())
-            print(f"{side:12s} over plain {show(every)}, worst {min(every):.2f}: {detail}")
-        results["by_category"] = {side: {c: geometric_mean(s) for c, s in categories.items()} for side, categories in found.items()}
-    finish(results)
+        finish(results)
+    if draft is not None:
+        ways = {
+            "suffix": assistgen.Speculator("suffix"),
+            "draft_model": assistgen.Speculator({"method": "draft_model", "model": draft}),
+            "auto": assistgen.Speculator(auto),
+        }
+        compare(model, tokenizer, ways, spec_bench(arguments.per_category), arguments.tokens)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
-                        help="also lookup, ngram, suffix, auto, chain")  # fmt: skip
+                        help="also lookup, ngram, suffix, suffix_whole, auto, chain")  # fmt: skip
     arguments = parser.parse_args()
     target, tokenizer = load("qwen2.5-coder-1.5b", arguments.dtype)
     draft, _ = load("qwen2.5-coder-0.5b", arguments.dtype)
@@ -55,6 +55,7 @@ def main() -> None:
         "lookup": lambda: {"prompt_lookup_num_tokens": 10},
         "ngram": lambda: assistgen.Speculator("ngram"),
         "suffix": lambda: assistgen.Speculator("suffix"),
+        "suffix_whole": lambda: assistgen.Speculator({"method": "suffix", "depth": "constant", "num_speculative_tokens": 10}),
         "auto": lambda: assistgen.Speculator({"method": "auto", "model": draft}),
         "draft_model": lambda: assistgen.Speculator({"method": "draft_model", "model": draft}),
         "chain": lambda: assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": draft}]}),
@@ -70,6 +71,10 @@ def main() -> None:
     compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, items, arguments.tokens)
 
 
+GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+"""Spec-Bench's tasks; its other categories are MT-bench's, one more task."""
+
+
 def load(name: str, dtype: str) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
@@ -78,7 +83,8 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
 
 def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[str, Any]], tokens: int) -> None:
     """
-    Runs plain decoding and each way on every prompt, in rotating order, and prints the ratios.
+    Runs plain decoding and each way on every prompt, in rotating order, and prints the ratios; of `auto` also those over the better of
+    our other ways in each of Spec-Bench's tasks.
 
     Args:
         ways: for each side's name a `Speculator`, or transformers' own arguments as a dict.
@@ -104,6 +110,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
             "seconds": seconds / new, "first": clock.times[1] - start,
             "later": (clock.times[-1] - clock.times[1]) / max(1, new - 1), "per_forward": new / forwards[0], "sequences": sequences[0],
             "draft_ms": stats.draft_s / max(1, stats.num_drafts) * 1e3 if stats else None,
+            "chosen": {name: counts.num_drafts for name, counts in stats.drafters.items()} if stats else {},
         }  # fmt: skip
 
     theirs = [side for side, way in ways.items() if isinstance(way, dict)]
@@ -113,6 +120,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         run(side, warm, 16)
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_group: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draft_ms: dict[str, list[float]] = defaultdict(list)
     differences: dict[str, int] = defaultdict(int)
     for number, item in enumerate(items):
@@ -129,12 +137,17 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
             for other in theirs if side not in theirs else ():
                 ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
             categories[side][item["category"]].append(result["per_forward"])
+            group = item["category"] if item["category"] in GROUPS else "mt_bench"
+            by_group[group][side].append(plain["seconds"] / result["seconds"])
             if result["draft_ms"] is not None:
                 draft_ms[side].append(result["draft_ms"])
             comparison = identity.compare(target, plain["sequences"], result["sequences"])
             differences[f"{side}: {'identical' if comparison.identical else 'proven tie' if comparison.proven_tie else 'DIFFERENT'}"] += 1
         line = ", ".join(f"{side} {ratios[side]['wall'][-1]:.2f}x {results[side]['per_forward']:.2f} tok/fwd" for side in ways)
-        print(f"{number:3d} {item['category']:15s} {line}", flush=True)
+        print(
+            f"{number:3d} {item['category']:15s} {line}" + (f"; auto drafted {results['auto']['chosen']}" if "auto" in ways else ""),
+            flush=True,
+        )
     print()
     for side in ways:
         for what, values in ratios[side].items():
@@ -142,6 +155,11 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
         if draft_ms[side]:
             print(f"{side:12s} drafting {geometric_mean([max(ms, 1e-3) for ms in draft_ms[side]]):.0f} ms a round with a draft")
+    others = [side for side in ways if side not in theirs and side != "auto"]
+    for group, speeds in by_group.items() if "auto" in ways and others else ():
+        best = max(others, key=lambda side: geometric_mean(speeds[side]))
+        against = [auto / other for auto, other in zip(speeds["auto"], speeds[best], strict=True)]
+        print(f"auto         over {best}, the better, in {group}: {show(against)}")
     print(dict(differences))
     finish(
         {

@@ -182,8 +182,11 @@ def _edges_wanted(token: Any, states: Any, edges: Any, buckets: Any, meta: Any) 
 @njit(inline="always")
 def suffix_state(state: Any, length: Any, states: Any) -> Any:
     """The state of the suffix of `length` tokens of a substring of `state`."""
-    while state != ROOT and states[states[state, LINK], LENGTH] >= length:
-        state = states[state, LINK]
+    while states[state, LENGTH] > length:  # what its link leads to is shorter, and mostly need not be fetched from memory
+        link = states[state, LINK]
+        if states[link, LENGTH] < length:
+            break
+        state = link
     return state
 
 
@@ -415,7 +418,7 @@ def _propose(
 
 @compiled
 def propose(
-    places: Any, metas: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, chain: Any, tokens: Any, probs: Any
+    new: Any, places: Any, metas: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, chain: Any, tokens: Any, probs: Any
 ) -> Any:  # fmt: skip
     """
     The best of the ways on from all suffixes of a context, by the expected number of accepted tokens, of which a shorter suffix has to
@@ -423,6 +426,7 @@ def propose(
     others where these have nothing to say.
 
     Args:
+        new: tokens that the other text goes on with first.
         places, metas: as in `advance`.
         is_own: the context is the end of the (only) automaton's text, not another text's.
         max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
@@ -438,6 +442,7 @@ def propose(
         return _propose(
             meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row, n, size, score
         )
+    advance(new, places, metas)
     longest = 0
     for i in range(metas.shape[0]):
         longest = max(longest, places[i, 1])

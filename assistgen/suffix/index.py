@@ -12,6 +12,9 @@ import numpy as np
 from . import automaton
 
 
+NOTHING = np.empty(0, np.int32)
+
+
 @dataclass(slots=True)
 class Proposal:
     """
@@ -164,18 +167,22 @@ class Cursor:
         """The other text goes on with `tokens`."""
         automaton.advance(np.asarray(tokens, np.int32), self._places, self._metas)
 
-    def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
+    def propose(
+        self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002, new: Sequence[int] = ()
+    ) -> Proposal:
         """
         Args:
             max_tokens (`int`): the most tokens to propose.
             max_spec_factor (`float`): at most this many times the length of the match.
             min_token_prob (`float`): tokens less likely than this are left out.
+            new (`Sequence[int]`): as by `advance`, the other text goes on with these first.
         """
         if self._tokens.shape[1] < max_tokens:
             self._room(max_tokens)
         row, n, size, score = automaton.propose(
-            self._places, self._metas, self.is_own, max_tokens, max_spec_factor, min_token_prob, self._chain, self._tokens, self._probs
-        )
+            np.array(new, np.int32) if new else NOTHING, self._places, self._metas, self.is_own,
+            max_tokens, max_spec_factor, min_token_prob, self._chain, self._tokens, self._probs,
+        )  # fmt: skip
         if n == 0:
             return Proposal()
         return Proposal(self._tokens[row, :n].tolist(), self._probs[row, :n].tolist(), score, size)

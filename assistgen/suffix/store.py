@@ -246,9 +246,7 @@ class StoreCursor:
                 behind = self._tail
             if self._cursor is None:
                 return Proposal()
-            if behind:
-                self._cursor.advance(behind)
-            return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob)
+            return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob, behind)
 
 
 def _write(file: io.FileIO, data: bytes) -> None:
