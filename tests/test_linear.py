@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -215,6 +216,17 @@ def test_prompts(eager, monkeypatch):
     assert 100 in eager
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert not isinstance(linear.over_prompt(model, 100), linear.QuickProducts)
+
+
+def test_what_is_measured_once_is_no_part_of_a_drafts_price(eager, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(linear, "speed_up", lambda *args: eager.append("measured") or time.sleep(0.2) or 2.0)
+    model, draft = build(dtype=torch.bfloat16), build(dtype=torch.bfloat16, hidden_size=64)  # another shape is measured anew
+    speculator = assistgen.Speculator({"method": "draft_model", "model": draft})
+    assistgen.generate(model, prompt(40), max_new_tokens=8, do_sample=False, speculation=speculator)
+    num_tokens, seconds = speculator.controller.to_dict()["drafters"]["draft_model"]["read"]
+    assert eager.count("measured") == 2 * len(linear.SAMPLES)
+    assert 0.0 < seconds / num_tokens < 0.2 / 40
 
 
 def test_small_weights_are_left_alone():

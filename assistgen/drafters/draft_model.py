@@ -30,6 +30,7 @@ from .. import compat
 from ..captured import FixedRows, likeliest
 from ..control import DepthController, ForwardCosts
 from ..inputs import IMAGE_INPUTS, Inputs, placeholders
+from ..linear import over_prompt
 from ..stats import SpeculationStats
 from ..target import RowsApart, RowsInStep, Target, costs_of
 from ..tokens import TokenBuffer
@@ -257,6 +258,7 @@ class DraftModelDrafter(Drafter):
             self._runner.get_ready(room)
             return 0.0
         fresh = self._conditioned() if self._sees else self._on_text()
+        over_prompt(self.model, len(self._texts) * fresh.tokens.prompt_length)  # may measure: once in a process, no part of a text's price
         before = perf_counter()
         fresh.prefill()
         seconds = perf_counter() - before
