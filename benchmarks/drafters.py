@@ -20,6 +20,10 @@ from assistgen import identity, weights
 from .common import chat, code_edits, finish, geometric_mean, interval, machine, show, spec_bench
 
 
+GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+"""Spec-Bench's tasks; its other categories are MT-bench's, one more task."""
+
+
 class Clock:
     """A streamer that notes when the first token comes."""
 
@@ -69,10 +73,6 @@ def main() -> None:
         else spec_bench(arguments.per_category, arguments.max_characters)
     )
     compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, items, arguments.tokens)
-
-
-GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
-"""Spec-Bench's tasks; its other categories are MT-bench's, one more task."""
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
