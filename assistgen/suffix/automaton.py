@@ -13,11 +13,11 @@ A state is one row of `states`:
 |---|---|---|---|---|---|
 | of the longest substring | state | occurrences | where the first ends in `text` | that follows most often, or NONE | state it leads to |
 
-Most states have one way on, which stands in the row. The ways on of the others are rows of `edges`, found through the hash table
-`buckets`, and linked in a ring for each state; NEXT is then the complement (`~`) of the row of the most frequent one.
+Most states have one way on, which stands in the row. The ways on of the others are rows of `edges` as well, found through the hash table
+`buckets`, and linked in a ring for each state; NEXT is then the complement (`~`) of the state.
 
-An automaton is handed over as its `meta`, a row of numbers with the addresses of its arrays, so that a call costs a microsecond and one
-can go through several automata.
+An automaton is handed over as its `meta`, a row of numbers with the addresses of its arrays, and so is a context that asks, as its
+`asker`: so a call takes a microsecond, each array handed over would add a tenth of one, and one call can go through several automata.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ ROOT = 0
 NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES, MAX_DEPTH = range(8)
 STATES, STATES_ROOM, EDGES, EDGES_ROOM, BUCKETS, TEXT, TEXT_ROOM = range(8, 15)
 META_FIELDS = 15
+# `asker`: whether its context is the end of the only automaton's text, not another text's; the automata (of their `meta` the addresses);
+# for each the state and the length of the longest suffix of the other text that occurs there; what the other text goes on with first.
+# Then room: for `max_depth + 1` states, and for two results' tokens and their probabilities, so many each.
+IS_OWN, NUM_AUTOMATA, METAS, PLACES, NEW, CHAIN, CHAIN_ROOM, TOKENS, PROBS, RESULT_ROOM = range(10)
+ASKER_FIELDS = 10
 SEPARATOR = -1
 # A longer context says more than its few occurrences let it seem: in replays of code, edits and answers 1.0 takes up to 3 % fewer tokens
 # a step than 2.5, and no more are taken if shorter contexts can't win at all.
@@ -87,7 +92,7 @@ def follow(state: Any, token: Any, states: Any, edges: Any, buckets: Any) -> Any
     """The state that `token` leads to, or NONE."""
     next_ = states[state, NEXT]
     if states[state, TOKEN] == token:
-        return next_ if next_ >= 0 else edges[~next_, TARGET]
+        return next_ if next_ >= 0 else ~next_
     if states[state, TOKEN] == NONE or next_ >= 0:
         return NONE
     edge = _edge(state, token, edges, buckets)
@@ -116,8 +121,10 @@ def _lead(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets:
         states[state, NEXT] = target
         return
     if states[state, NEXT] >= 0:
-        states[state, NEXT] = ~_new_edge(state, states[state, TOKEN], states[state, NEXT], edges, buckets, meta)
-    first = ~states[state, NEXT]
+        first = _new_edge(state, states[state, TOKEN], states[state, NEXT], edges, buckets, meta)
+        states[state, NEXT] = ~states[state, NEXT]
+    else:
+        first = _edge(state, states[state, TOKEN], edges, buckets)
     edge = _new_edge(state, token, target, edges, buckets, meta)
     edges[edge, IN_RING] = edges[first, IN_RING]
     edges[first, IN_RING] = edge
@@ -127,10 +134,10 @@ def _lead(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets:
 def _redirect(state: Any, token: Any, target: Any, states: Any, edges: Any, buckets: Any) -> None:
     if states[state, NEXT] >= 0:
         states[state, NEXT] = target
-    elif states[state, TOKEN] == token:
-        edges[~states[state, NEXT], TARGET] = target
-    else:
-        edges[_edge(state, token, edges, buckets), TARGET] = target
+        return
+    edges[_edge(state, token, edges, buckets), TARGET] = target
+    if states[state, TOKEN] == token:
+        states[state, NEXT] = ~target
 
 
 @compiled
@@ -142,9 +149,8 @@ def _clone(state: Any, length: Any, states: Any, edges: Any, buckets: Any, meta:
     states[clone, LENGTH] = length
     states[state, LINK] = clone
     if states[state, NEXT] < 0:
-        first = ~states[state, NEXT]
+        first = _edge(state, states[state, TOKEN], edges, buckets)
         new_first = _new_edge(clone, edges[first, EDGE_TOKEN], edges[first, TARGET], edges, buckets, meta)
-        states[clone, NEXT] = ~new_first
         edge, new_edge = edges[first, IN_RING], new_first
         while edge != first:
             newer = _new_edge(clone, edges[edge, EDGE_TOKEN], edges[edge, TARGET], edges, buckets, meta)
@@ -167,10 +173,9 @@ def _edges_wanted(token: Any, states: Any, edges: Any, buckets: Any, meta: Any) 
         target = follow(state, token, states, edges, buckets)
     if states[state, LENGTH] + 1 != states[target, LENGTH]:
         wanted += 2  # the state that is split may be one of those above
-        first = ~states[target, NEXT]
-        if first < 0:
+        if states[target, NEXT] >= 0:
             return wanted
-        edge = first
+        edge = first = _edge(target, states[target, TOKEN], edges, buckets)
         while True:
             wanted += 1
             edge = edges[edge, IN_RING]
@@ -239,10 +244,10 @@ def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
     state = before
     while state != NONE:
         if states[state, TOKEN] != token:
-            edge = _edge(state, token, edges, buckets)
-            if states[edges[edge, TARGET], COUNT] > states[edges[~states[state, NEXT], TARGET], COUNT]:
+            target = edges[_edge(state, token, edges, buckets), TARGET]
+            if states[target, COUNT] > states[~states[state, NEXT], COUNT]:
                 states[state, TOKEN] = token
-                states[state, NEXT] = ~edge
+                states[state, NEXT] = ~target
         state = states[state, LINK]
 
 
@@ -284,20 +289,32 @@ def count(state: Any, length: Any, meta: Any) -> Any:
     return states[suffix_state(state, length, states), COUNT]
 
 
-@compiled
-def advance(tokens: Any, places: Any, metas: Any) -> None:
-    """
-    Follows another text over its next tokens.
+@njit(inline="always")
+def _asker(address: Any) -> Any:
+    return carray(pointer(address), (ASKER_FIELDS,), np.int64)
 
-    Args:
-        places: for each automaton the state and the length of the longest suffix of the other text that occurs there.
-        metas: addresses of the automata's `meta`.
-    """
-    for i in range(metas.shape[0]):
-        meta = carray(pointer(metas[i]), (META_FIELDS,), np.int64)
+
+@njit(inline="always")
+def _automaton(asker: Any, number: Any) -> Any:
+    metas = carray(pointer(asker[METAS]), (asker[NUM_AUTOMATA],), np.int64)
+    return carray(pointer(metas[number]), (META_FIELDS,), np.int64)
+
+
+@njit(inline="always")
+def _places(asker: Any) -> Any:
+    return carray(pointer(asker[PLACES]), (asker[NUM_AUTOMATA], 2), np.int64)
+
+
+@compiled
+def advance(address: Any, num_new: Any) -> None:
+    """Follows the other text of the asker at `address` over the first `num_new` tokens of NEW."""
+    asker = _asker(address)
+    places, new = _places(asker), carray(pointer(asker[NEW]), (num_new,), np.int32)
+    for i in range(asker[NUM_AUTOMATA]):
+        meta = _automaton(asker, i)
         states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
         state, length = places[i, 0], places[i, 1]
-        for token in tokens:
+        for token in new:
             state = suffix_state(state, length, states)
             target = follow(state, token, states, edges, buckets)
             while target == NONE and state != ROOT:
@@ -371,7 +388,7 @@ def _walk(
         next_ = states[state, NEXT]
         if states[state, TOKEN] == NONE:
             break
-        target = next_ if next_ >= 0 else edges[~next_, TARGET]
+        target = next_ if next_ >= 0 else ~next_
         prob *= _chance(states[target, COUNT], count, size + n)
         if prob < min_prob:
             break
@@ -417,42 +434,43 @@ def _propose(
 
 
 @compiled
-def propose(
-    new: Any, places: Any, metas: Any, is_own: Any, max_tokens: Any, factor: Any, min_prob: Any, chain: Any, tokens: Any, probs: Any
-) -> Any:  # fmt: skip
+def propose(address: Any, num_new: Any, max_tokens: Any, factor: Any, min_prob: Any) -> Any:
     """
     The best of the ways on from all suffixes of a context, by the expected number of accepted tokens, of which a shorter suffix has to
     promise `SHORTER_PROMISE` times as many as a longer one. Of several automata those are asked that know the longest suffix, and the
     others where these have nothing to say.
 
     Args:
-        new: tokens that the other text goes on with first.
-        places, metas: as in `advance`.
-        is_own: the context is the end of the (only) automaton's text, not another text's.
+        address, num_new: as in `advance`, which comes first.
         max_tokens, factor: at most `max_tokens`, and at most `factor` times the length of the suffix.
         min_prob: tokens less likely than this are left out.
-        chain, tokens, probs: room for `max_depth + 1` states; for two results of `max_tokens` tokens; for their probabilities.
 
     Returns:
-        the row of `tokens` and `probs`, the number of tokens, the length of the suffix, the score.
+        the first place in TOKENS and PROBS, the one behind the last, the length of the suffix, the score.
     """
+    asker = _asker(address)
+    places, chain = _places(asker), carray(pointer(asker[CHAIN]), (asker[CHAIN_ROOM],), np.int64)
+    tokens = carray(pointer(asker[TOKENS]), (2, asker[RESULT_ROOM]), np.int32)
+    probs = carray(pointer(asker[PROBS]), (2, asker[RESULT_ROOM]), np.float64)
     row, n, size, score = 0, 0, 0, 0.0
-    if is_own:
-        meta = carray(pointer(metas[0]), (META_FIELDS,), np.int64)
-        return _propose(
+    if asker[IS_OWN]:
+        meta = _automaton(asker, 0)
+        row, n, size, score = _propose(
             meta[ACTIVE], meta[ACTIVE_LENGTH], True, max_tokens, factor, min_prob, meta, chain, tokens, probs, row, n, size, score
         )
-    advance(new, places, metas)
-    longest = 0
-    for i in range(metas.shape[0]):
-        longest = max(longest, places[i, 1])
-    for knows_longest in (True, False):
-        for i in range(metas.shape[0]):
-            if (places[i, 1] == longest) == knows_longest and longest > 0:
-                meta = carray(pointer(metas[i]), (META_FIELDS,), np.int64)
-                row, n, size, score = _propose(
-                    places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, meta, chain, tokens, probs, row, n, size, score
-                )
-        if score > 0.0:
-            break
-    return row, n, size, score
+    else:
+        advance(address, num_new)
+        longest = 0
+        for i in range(asker[NUM_AUTOMATA]):
+            longest = max(longest, places[i, 1])
+        for knows_longest in (True, False):
+            for i in range(asker[NUM_AUTOMATA]):
+                if (places[i, 1] == longest) == knows_longest and longest > 0:
+                    row, n, size, score = _propose(
+                        places[i, 0], places[i, 1], False, max_tokens, factor, min_prob, _automaton(asker, i), chain, tokens, probs,
+                        row, n, size, score,
+                    )  # fmt: skip
+            if score > 0.0:
+                break
+    first = row * asker[RESULT_ROOM]
+    return first, first + n, size, score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,6 @@ from typing import Any
 import numpy as np
 
 from . import automaton
-
-
-NOTHING = np.empty(0, np.int32)  # made once: a proposal is a matter of microseconds
 
 
 @dataclass(slots=True)
@@ -140,32 +138,55 @@ class Cursor:
     def __init__(self, indexes: Sequence[SuffixIndex], is_own: bool):
         self.indexes = tuple(indexes)
         self.is_own = is_own
-        self._metas = np.array([index._meta.ctypes.data for index in indexes], np.int64)
-        self._places = np.zeros((len(indexes), 2), np.int64)
-        self._chain = np.empty(max(index.max_depth for index in indexes) + 1, np.int64)
-        self._room(16)
+        # Python's arrays: what a proposal reads and writes of them takes a microsecond more with numpy's.
+        self._metas = array("q", [index._meta.ctypes.data for index in indexes])
+        self._places = array("q", [0] * (2 * len(indexes)))
+        self._new = array("i", [0])
+        self._chain = array("q", [0] * (max(index.max_depth for index in indexes) + 1))
+        self._make_room(16)
 
-    def _room(self, max_tokens: int) -> None:
-        self._tokens = np.empty((2, max_tokens), np.int32)
-        self._probs = np.empty((2, max_tokens), np.float64)
+    def _make_room(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens, self._probs = array("i", [0] * (2 * max_tokens)), array("d", [0.0] * (2 * max_tokens))
+        self._point()
+
+    def _point(self) -> None:
+        """Tells the compiled functions where the arrays are (the order is `automaton`'s)."""
+        metas, places, new, chain, tokens, probs = (
+            numbers.buffer_info()[0] for numbers in (self._metas, self._places, self._new, self._chain, self._tokens, self._probs)
+        )
+        self._asker = array(
+            "q", [self.is_own, len(self.indexes), metas, places, new, chain, len(self._chain), tokens, probs, self._max_tokens]
+        )
+        self._address = self._asker.buffer_info()[0]
+
+    def _take(self, new: Sequence[int]) -> int:
+        """Puts tokens where the compiled functions find them."""
+        if len(new) > len(self._new):
+            self._new = array("i", [0] * len(new))
+            self._point()
+        for i, token in enumerate(new):
+            self._new[i] = token
+        return len(new)
 
     @property
     def match_length(self) -> int:
         """Length of the longest suffix of the context that an index knows, in tokens; up to `max_depth`."""
         if not self.is_own:
-            return int(self._places[:, 1].max())
+            return max(self._places[1::2])
         index = self.indexes[0]
         return min(int(index._meta[automaton.ACTIVE_LENGTH]), index.max_depth)
 
     def count(self) -> int:
         """How often that suffix occurs in the first index, the context itself included if it is the index's own."""
         meta = self.indexes[0]._meta
-        state = meta[automaton.ACTIVE] if self.is_own else self._places[0, 0]
+        state = meta[automaton.ACTIVE] if self.is_own else self._places[0]
         return int(automaton.count(state, self.match_length, meta))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The other text goes on with `tokens`."""
-        automaton.advance(np.asarray(tokens, np.int32), self._places, self._metas)
+        num_new = self._take(tokens)  # may move what the address is of
+        automaton.advance(self._address, num_new)
 
     def propose(
         self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002, new: Sequence[int] = ()
@@ -177,12 +198,10 @@ class Cursor:
             min_token_prob (`float`): tokens less likely than this are left out.
             new (`Sequence[int]`): as by `advance`, the other text goes on with these first.
         """
-        if self._tokens.shape[1] < max_tokens:
-            self._room(max_tokens)
-        row, n, size, score = automaton.propose(
-            np.array(new, np.int32) if new else NOTHING, self._places, self._metas, self.is_own,
-            max_tokens, max_spec_factor, min_token_prob, self._chain, self._tokens, self._probs,
-        )  # fmt: skip
-        if n == 0:
+        if max_tokens > self._max_tokens:
+            self._make_room(max_tokens)
+        num_new = self._take(new)
+        first, end, size, score = automaton.propose(self._address, num_new, max_tokens, max_spec_factor, min_token_prob)
+        if first == end:
             return Proposal()
-        return Proposal(self._tokens[row, :n].tolist(), self._probs[row, :n].tolist(), score, size)
+        return Proposal(self._tokens[first:end].tolist(), self._probs[first:end].tolist(), score, size)

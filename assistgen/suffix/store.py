@@ -223,30 +223,32 @@ class StoreCursor:
 
     def __init__(self, store: SuffixStore):
         self._store = store
+        self._depth = store.max_depth
         self._tail: list[int] = []  # the last tokens, for blocks that come later
-        self._behind: list[int] = []
+        self._followed = 0  # how many of them the present blocks were followed over
         self._blocks: list[_Block] = []
         self._cursor: Cursor | None = None
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with `tokens`."""
-        self._behind += tokens[-self._store.max_depth :]
+        self._tail += tokens[-self._depth :]
+        if (forgotten := len(self._tail) - self._depth) > self._depth:  # a few at a time would cost more
+            del self._tail[:forgotten]
+            self._followed = max(0, self._followed - forgotten)
 
     def propose(self, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
         """As `Cursor.propose`, over all blocks; on a tie, the latest."""
         store = self._store
         with store._lock:
-            depth = store.max_depth
-            behind = self._behind[-depth:]
-            self._tail = (self._tail + behind)[-depth:]
-            self._behind = []
             if len(self._blocks) != len(store._blocks) or (self._blocks and self._blocks[0] is not store._blocks[-1]):
                 self._blocks = list(reversed(store._blocks))
                 self._cursor = Cursor([block.index for block in self._blocks], is_own=False) if self._blocks else None
-                behind = self._tail
+                self._followed = 0
             if self._cursor is None:
                 return Proposal()
-            return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob, behind)
+            new = self._tail[self._followed :]
+            self._followed = len(self._tail)
+            return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob, new)
 
 
 def _write(file: io.FileIO, data: bytes) -> None:
