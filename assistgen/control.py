@@ -7,12 +7,11 @@ step, is always one of the choices. Throughput as the aim follows goodput (arXiv
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from .drafters.base import Budget, Draft, chance_of
 
@@ -22,7 +21,9 @@ class ForwardCosts:
     Seconds that one target forward takes, by the number of rows and by its width (tokens per row), as measured in this process.
 
     The curve is not monotone (two tokens can cost less than one, or twice as much), so nothing is assumed about it: a width that was
-    never measured is taken to lie between the nearest measured ones, and an old measurement fades, so that it is made again.
+    never measured is taken to lie between the nearest measured ones, and an old measurement fades, so that it is made again. Only this:
+    a machine that is slower than it was (others share it, or it is hot) is so at all widths, else a plain step measured in better times
+    would make all that is measured now look dear.
 
     Args:
         widths (`Sequence[int]`, *optional*): a forward's width is padded to the next of these; none is wider.
@@ -30,6 +31,8 @@ class ForwardCosts:
     """
 
     SAMPLES = 9
+    DRIFT_SAMPLES = 5
+    """Forwards whose median says how slow the machine is now."""
     HALF_LIFE = 512
     """Forwards after which a measurement counts half, from"""
     OUT_OF_DATE = 4
@@ -41,6 +44,8 @@ class ForwardCosts:
         self._widths, self._rows = widths, rows
         self._shapes: dict[int, dict[int, _Shape]] = {}  # rows -> width -> what was measured
         self._forwards = 0
+        self._drifts: deque[float] = deque(maxlen=self.DRIFT_SAMPLES)  # seconds over what was typical of the shape
+        self._drift = 1.0  # what is kept is divided by it, what is told multiplied
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         self._forwards += 1
@@ -50,14 +55,17 @@ class ForwardCosts:
             shape = widths[width] = _Shape(deque(maxlen=self.SAMPLES))
             if width > 1:
                 return  # the first forward of a new shape pays for the kernels' set-up, and would mislead for a long time
-        shape.samples.append(seconds)
+        if shape.samples:
+            self._drifts.append(seconds / shape.typical)
+            self._drift = sorted(self._drifts)[len(self._drifts) // 2]
+        shape.samples.append(seconds / self._drift)
         shape.typical = sorted(shape.samples)[len(shape.samples) // 2]
         shape.last = self._forwards
 
     def plain(self, rows: int) -> float | None:
         """Typical seconds of a plain step; `None` as long as none was measured."""
         shape = self._shapes.get(self._rows or rows, {}).get(1)
-        return shape.typical if shape is not None and shape.samples else None
+        return shape.typical * self._drift if shape is not None and shape.samples else None
 
     def curve(self, rows: int, max_width: int) -> list[float] | None:
         """
@@ -87,7 +95,7 @@ class ForwardCosts:
             before, gap = curve[-1], width - len(curve)
             curve += [before + (cost - before) * step / gap for step in range(1, gap + 1)]
         curve += [curve[-1]] * (max_width - len(curve))
-        return curve[:max_width]
+        return [cost * self._drift for cost in curve[:max_width]]
 
     @staticmethod
     def _between(known: list[tuple[int, _Shape]], at: int) -> float:
@@ -140,7 +148,10 @@ class ForwardCosts:
     def to_dict(self) -> dict[str, float]:
         """Typical seconds by "rows×width"."""
         return {
-            f"{rows}×{width}": shape.typical for rows, widths in self._shapes.items() for width, shape in widths.items() if shape.samples
+            f"{rows}×{width}": shape.typical * self._drift
+            for rows, widths in self._shapes.items()
+            for width, shape in widths.items()
+            if shape.samples
         }
 
 
@@ -221,17 +232,39 @@ class AcceptanceRates:
         return rates
 
 
+@dataclass
+class Pace:
+    """
+    What rounds brought.
+
+    Attributes:
+        tokens (`float`): a row.
+        time (`float`): that they took, in plain steps.
+        rounds (`float`): how many there were.
+    """
+
+    HELD_UP: ClassVar[float] = 3.0
+    """A round that took so many times what they do was held up by something else, and counts as that."""
+
+    tokens: float = 0.0
+    time: float = 0.0
+    rounds: float = 0.0
+
+    def add(self, tokens: float, time: float, decay: float = 1.0) -> None:
+        if self.rounds:
+            time = min(time, self.HELD_UP * self.time / self.rounds)
+        self.tokens, self.time, self.rounds = self.tokens * decay + tokens, self.time * decay + time, self.rounds * decay + 1.0
+
+
 class _Paid:
     """What is known of a drafter that costs time."""
-
-    PRIOR_ROUNDS, PRIOR_TOKENS, PRIOR_TIME = 2.0, 6.0, 4.0
-    """Before anything is known a round brings 3 tokens in the time of 2 plain steps."""
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=32)  # a drafted token's, recently
         self.read = [0.0, 0.0]  # tokens of text taken in, and the seconds that it took; decayed
         self.accepted: list[list[float]] = []  # [reached, accepted] by position, whatever the evidence
-        self.rounds, self.tokens, self.time = self.PRIOR_ROUNDS, self.PRIOR_TOKENS, self.PRIOR_TIME  # decayed; time in plain steps
+        self.pace = Pace(tokens=6.0, time=4.0, rounds=2.0)  # decayed; a guess at first
+        self.is_new = True
         self.is_idle = False
         self.waited = 0  # rounds since it was used last
         self.patience = RoundPlan.FIRST_PATIENCE  # rounds until an idle drafter is tried again
@@ -256,14 +289,14 @@ class _Paid:
     def end_round(self, tokens: float, time: float) -> None:
         """A round with this drafter brought `tokens` a row in the time of so many plain steps."""
         # An idle drafter's few trials have to weigh more than what made it idle.
-        decay = 0.7 if self.is_idle else 0.95
-        self.rounds, self.tokens, self.time = self.rounds * decay + 1.0, self.tokens * decay + tokens, self.time * decay + time
+        self.pace.add(tokens, time, decay=0.7 if self.is_idle else 0.95)
+        self.is_new = False
         if self.is_idle:
             if tokens > time:
                 self.waited = self.patience  # well done: once more, at once
             else:
                 self.patience = min(2 * self.patience, RoundPlan.MAX_PATIENCE)
-        pays = self.tokens > self.time
+        pays = self.pace.tokens > self.pace.time
         if pays:
             self.patience = RoundPlan.FIRST_PATIENCE
         self.is_idle = not pays
@@ -288,17 +321,20 @@ class DepthController:
         self.rates = AcceptanceRates()
         self._heuristic: dict[str, int] = {}  # source -> depth
         self._paid: dict[str, _Paid] = {}
-        self._pace = [2.0, 2.0]  # tokens a row, and the plain steps that their time would have been; decayed
+        self._pace = Pace(2.0, 2.0, 2.0)
         self._lock = threading.RLock()
 
-    def plan(self, rows: int, costs: ForwardCosts, remaining: int | None = None) -> RoundPlan:
-        """What drafters may ask in a round of so many rows on a target with these costs; at most `remaining` tokens a row are to come."""
-        return RoundPlan(self, rows, costs, remaining)
+    def plan(self, rows: int, costs: ForwardCosts, remaining: int | None = None, so_far: Pace | None = None) -> RoundPlan:
+        """
+        What drafters may ask in a round of so many rows on a target with these costs; at most `remaining` tokens a row are to come, and
+        `so_far` is what the call's rounds have brought.
+        """
+        return RoundPlan(self, rows, costs, remaining, so_far)
 
     @property
     def speedup(self) -> float:
         """Tokens a second of late over those of plain decoding."""
-        return self._pace[0] / self._pace[1]
+        return self._pace.tokens / self._pace.time
 
     def trim(self, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
         """
@@ -369,7 +405,8 @@ class DepthController:
                 return
             tokens = 1.0 + sum(accepted) / len(drafts)
             time = (seconds + sum(plan.drafting.values())) / plain
-            self._pace = [self._pace[0] * self.PACE_DECAY + tokens, self._pace[1] * self.PACE_DECAY + time]
+            self._pace.add(tokens, time, self.PACE_DECAY)
+            plan.so_far.add(tokens, time)
             for source in plan.drafting:
                 self._known(source).end_round(tokens, time)
 
@@ -383,12 +420,12 @@ class DepthController:
                 "depth": self.strategy,
                 "heuristic": dict(self._heuristic),
                 "acceptance": self.rates.to_dict(),
-                "pace": list(self._pace),
+                "pace": asdict(self._pace),
                 "drafters": {
                     source: {
                         "seconds": list(paid.seconds), "read": list(paid.read),
-                        "accepted": [list(counts) for counts in paid.accepted], "rounds": paid.rounds, "tokens": paid.tokens,
-                        "time": paid.time, "is_idle": paid.is_idle, "patience": paid.patience,
+                        "accepted": [list(counts) for counts in paid.accepted], "pace": asdict(paid.pace),
+                        "is_new": paid.is_new, "is_idle": paid.is_idle, "patience": paid.patience,
                     }
                     for source, paid in self._paid.items()
                 },
@@ -400,13 +437,13 @@ class DepthController:
         controller = cls(values["depth"])
         controller._heuristic = dict(values["heuristic"])
         controller.rates = AcceptanceRates.from_dict(values["acceptance"])
-        controller._pace = list(values["pace"])
+        controller._pace = Pace(**values["pace"])
         for source, known in values["drafters"].items():
             paid = controller._known(source)
             paid.seconds.extend(known["seconds"])
             paid.read = list(known["read"])
             paid.accepted = [list(counts) for counts in known["accepted"]]
-            paid.rounds, paid.tokens, paid.time = known["rounds"], known["tokens"], known["time"]
+            paid.pace, paid.is_new = Pace(**known["pace"]), known["is_new"]
             paid.is_idle, paid.patience = known["is_idle"], known["patience"]
         return controller
 
@@ -430,9 +467,18 @@ class RoundPlan:
     tokens to come if the text is new, since it may be of another kind than those before; up to"""
     MOST_PATIENCE_TO_READ = 1024
     """so many rounds."""
+    FIRST_TO_COME = 32
+    """Tokens that an answer is expected to have at first: few are as long as they may be. Later, so many more than it has."""
+    DOUBT = 2.0
+    """Taking in the text is to save as many times the time that it takes."""
+    FIRST_STEPS = 8.0
+    """Plain steps that a call's own rounds count with at first, in what they are said to bring without the drafter."""
 
-    def __init__(self, controller: DepthController, rows: int, costs: ForwardCosts, remaining: int | None = None):
+    def __init__(
+        self, controller: DepthController, rows: int, costs: ForwardCosts, remaining: int | None = None, so_far: Pace | None = None
+    ):
         self.rows, self.costs, self.remaining = rows, costs, remaining
+        self.so_far = so_far if so_far is not None else Pace()
         self.drafting: dict[str, float] = {}
         self._controller = controller
         self._curve: list[float] | None = None
@@ -440,7 +486,8 @@ class RoundPlan:
     def budget(self, source: str, limit: int, behind: int = 0, is_new: bool = False) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
-        for a trial after 8 rounds, then 16, 32 … 128; nor if all that is still to come isn't expected to repay taking in the text first.
+        for a trial after 8 rounds, then 16, 32 … 128; nor if what is expected to come still wouldn't repay taking in the text first, going
+        by what the call's rounds bring without it.
         """
         controller = self._controller
         if controller.strategy == "heuristic":
@@ -454,12 +501,15 @@ class RoundPlan:
                 return Budget(0, 0)  # what a plain step costs has to be known first
             tokens, seconds = known.read
             reading = behind * self.rows * seconds / max(tokens, 1.0) / self._curve[0]  # in plain steps
-            saved = max(0.0, 1.0 - known.time / known.tokens)  # of a plain step, by each token
-            remaining = math.inf if self.remaining is None else self.remaining
-            if known.is_idle or reading > saved * remaining:
+            without = (self.so_far.time + self.FIRST_STEPS) / (self.so_far.tokens + self.FIRST_STEPS)  # plain steps a token
+            saved = max(0.0, without - known.pace.time / known.pace.tokens)
+            to_come = self.so_far.tokens + self.FIRST_TO_COME
+            if self.remaining is not None:
+                to_come = min(to_come, self.remaining)
+            if known.is_idle or self.DOUBT * reading > saved * to_come:
                 known.waited += 1
-                more = self.PATIENCE_TO_READ * reading - (remaining if is_new else 0.0)
-                if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > remaining:
+                more = self.PATIENCE_TO_READ * reading - (to_come if is_new else 0.0)
+                if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > to_come:
                     return Budget(0, 0)
                 known.waited = 0
             price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7
@@ -493,7 +543,7 @@ class RoundPlan:
             known = controller._known(source)
             price, rate, step = controller._price(curve, self.rows), known.rate, known.typical
             deepest = max(len(reach) for reach in reaches)
-            if known.rounds == known.PRIOR_ROUNDS and deepest < self.FIRST_DEPTH:
+            if known.is_new and deepest < self.FIRST_DEPTH:
                 return True
             gain, stop = 0.0, -price * curve[0]
             for k in range(min(deepest, len(curve) - 1)):
@@ -534,7 +584,7 @@ class RoundPlan:
             expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
             free = max(1.0 + gain - price * curve[k] for k, gain in enumerate(expected))
             known = controller._known(source)
-            return free >= (known.tokens - price * known.time * curve[0]) / known.rounds
+            return free >= (known.pace.tokens - price * known.pace.time * curve[0]) / known.pace.rounds
 
 
 class ShadowedDraft:

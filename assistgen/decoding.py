@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .acceptance import Verdict
 from .bans import HardBans
-from .control import DepthController, ForwardCosts, ShadowedDraft
+from .control import DepthController, ForwardCosts, Pace, ShadowedDraft
 from .drafters.base import Draft, Drafter
 from .recording import Recorder
 from .stats import RowStats, SpeculationStats
@@ -113,6 +113,7 @@ class Decoding:
         # Plain generate() pads rows that have ended only if it knows an end-of-sequence token; otherwise they talk on.
         self._pads = any(hasattr(c, "eos_token_id") for c in stopping_criteria)
         self._bans = HardBans(generation_config, self._stop_tokens)
+        self._so_far = Pace()
         self._start = self._last_emit = start
         self._suspended = 0.0
         self._streamed = 0
@@ -196,7 +197,7 @@ class Decoding:
             return [NOTHING] * len(running)
         before = perf_counter()
         self._plan = self.controller.plan(
-            len(running), self.costs, self._max_length - min(self.tokens.lengths[row.number] for row in running)
+            len(running), self.costs, self._max_length - min(self.tokens.lengths[row.number] for row in running), self._so_far
         )
         proposals = [NOTHING] * len(running)
         if max(rooms) > 0:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from assistgen.control import AcceptanceRates, DepthController, ForwardCosts, ShadowedDraft
+from assistgen.control import AcceptanceRates, DepthController, ForwardCosts, Pace, ShadowedDraft
 from assistgen.drafters.base import Draft
 from benchmarks.simulate import CURVES, Adaptive, Fixed, Heuristic, changing, cost, oracle, run, stationary
 
@@ -80,18 +80,24 @@ def test_heuristic_depth():
 
 
 def test_what_taking_in_the_text_costs():
-    """Measured once, it has to be repaid by the rest of the answer; a drafter that doesn't pay is tried the more rarely for it."""
+    """
+    Measured once, it has to be repaid by the rest of the answer, of which no more is expected than was said, and 32 tokens; a drafter that
+    doesn't pay is tried the more rarely for it.
+    """
     controller, costs = DepthController(), ForwardCosts()
     costs.record(1, 1, 0.1)
 
-    def limit(behind, remaining):
-        return controller.plan(1, costs, remaining).budget("draft_model", 8, behind).limit
+    def limit(behind, remaining=1000, said=200, time=None):
+        so_far = Pace(said, said if time is None else time)
+        return controller.plan(1, costs, remaining, so_far).budget("draft_model", 8, behind).limit
 
-    assert limit(behind=1000, remaining=10) == 8  # nothing is known yet
+    assert limit(behind=1000, said=0) == 8  # nothing is known yet
     for _ in range(2):  # the first one's time may be the set-up's
         controller.plan(1, costs).caught_up("draft_model", 1000, 2.0)  # 20 plain steps
-    assert limit(behind=100, remaining=10) == limit(behind=1000, remaining=1000) == limit(behind=0, remaining=1) == 8
-    assert limit(behind=1000, remaining=30) == 0
+    assert limit(behind=0, remaining=1) == limit(behind=1000) == limit(behind=100, remaining=20) == limit(behind=100, said=0) == 8
+    assert limit(behind=1000, remaining=30) == limit(behind=1000, said=0) == 0
+    assert limit(behind=1000, time=110) == 0  # the draft's rounds bring 1.5 tokens a plain step, the call's own 1.8
+    controller._known("draft_model").waited = 1
     # It isn't for ever, unless no draft could repay it.
     assert next(round_ for round_ in range(2, 1000) if limit(behind=1000, remaining=30)) == 8 + 20 * 32
     assert not any(limit(behind=1000, remaining=10) for _ in range(1000))
@@ -103,12 +109,28 @@ def test_what_taking_in_the_text_costs():
             controller.end_round(plan, [Draft([1], "draft_model", is_free=False)], [0], 0.1)
             if controller.to_dict()["drafters"]["draft_model"]["is_idle"]:
                 break
-        assert next(round_ for round_ in range(1, 1000) if limit(behind, remaining=1000)) == rounds
-    # After yet another trial in vain it would wait for 32 rounds and 320 for the text; a new one with 300 tokens to come is tried earlier.
+        assert next(round_ for round_ in range(1, 1000) if limit(behind)) == rounds
+    # After yet another trial in vain it would wait for 32 rounds and 320 for the text; a new one is tried earlier by the tokens to come.
     known = controller._known("draft_model")
     known.patience = 32
-    plans = (controller.plan(1, costs, 300) for _ in range(1000))
-    assert next(number for number, plan in enumerate(plans, 1) if plan.budget("draft_model", 8, 500, is_new=True).limit) == 32 + 320 - 300
+    plans = (controller.plan(1, costs, 1000) for _ in range(1000))
+    assert next(number for number, plan in enumerate(plans, 1) if plan.budget("draft_model", 8, 500, is_new=True).limit) == 32 + 320 - 32
+
+
+def test_a_round_that_was_held_up():
+    """A drafter that pays isn't left alone for one slow round, but is if they go on being slow."""
+    controller, costs = DepthController(), ForwardCosts()
+    costs.record(1, 1, 0.1)
+    draft = Draft([1, 1, 1], "draft_model", is_free=False)
+
+    def end_round(seconds):
+        plan = controller.plan(1, costs)
+        plan.spent("draft_model", 3, seconds)
+        controller.end_round(plan, [draft], [2], 0.1)
+        return controller.to_dict()["drafters"]["draft_model"]["is_idle"]
+
+    assert not any(end_round(seconds) for seconds in [0.1] * 5 + [30.0] + [0.1] * 5)
+    assert any(end_round(0.3) for _ in range(20))
 
 
 def test_acceptance_follows_the_evidence():
@@ -141,6 +163,23 @@ def test_costs_interpolate_and_fade():
         costs.record(1, 1, 65)
     assert costs.curve(1, 16)[8] < 67  # so old that it is worth another look
     assert "1×9" in costs.to_dict()
+
+
+def test_costs_measured_at_another_time():
+    """A machine that is slower now is slower at all widths: what was measured before is still comparable."""
+    costs = ForwardCosts()
+    for _ in range(12):
+        for width, seconds in FLOAT32.items():
+            costs.record(1, width, seconds)
+    for _ in range(20):
+        costs.record(1, 9, 2 * 93)
+    assert costs.plain(1) == pytest.approx(2 * 65)
+    assert costs.curve(1, 9)[4] == pytest.approx(2 * 85, rel=0.05)
+    costs.record(1, 9, 50 * 93)  # one forward that had to wait says nothing
+    assert costs.plain(1) == pytest.approx(2 * 65)
+    for _ in range(4):
+        costs.record(1, 9, 93)
+    assert costs.plain(1) == pytest.approx(65)
 
 
 def test_rows_decide_together():

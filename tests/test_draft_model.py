@@ -186,7 +186,7 @@ def test_an_answer_that_cannot_repay_taking_in_the_text():
     first = assistgen.generate(model, ids, **KW, speculation=speculator)
     known = speculator.controller._known("draft_model")
     known.read = [1.0, 1000.0]
-    known.tokens, known.is_idle = 1e9, False  # whatever this machine's clock made of a target that drafts for itself
+    known.pace.tokens, known.is_idle = 1e9, False  # whatever this machine's clock made of a target that drafts for itself
     fed = []
     handle = draft.register_forward_pre_hook(lambda m, a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
     other = assistgen.generate(model, prompt(60, 4), **KW, speculation=speculator)
