@@ -18,7 +18,8 @@ from .drafters.base import Budget, Draft, chance_of
 
 class ForwardCosts:
     """
-    Seconds that one target forward takes, by the number of rows and by its width (tokens per row), as measured in this process.
+    Seconds that one forward of a model takes, by the number of rows and by its width (tokens per row), as measured in this process; and
+    what taking in a text takes.
 
     The curve is not monotone (two tokens can cost less than one, or twice as much), so nothing is assumed about it: a width that was
     never measured is taken to lie between the nearest measured ones, and an old measurement fades, so that it is made again. Only this:
@@ -37,6 +38,7 @@ class ForwardCosts:
     """Forwards after which a measurement counts half, from"""
     OUT_OF_DATE = 4
     """so many half-lives on."""
+    READ_DECAY = 0.8
     WORTH_FILLING = 0.98
     """A wider forward than needed has to cost less than this share."""
 
@@ -46,6 +48,7 @@ class ForwardCosts:
         self._forwards = 0
         self._drifts: deque[float] = deque(maxlen=self.DRIFT_SAMPLES)  # seconds over what was typical of the shape
         self._drift = 1.0  # what is kept is divided by it, what is told multiplied
+        self._read = [0.0, 0.0]  # tokens of text taken in, and the seconds that it took; decayed
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         self._forwards += 1
@@ -145,6 +148,17 @@ class ForwardCosts:
                 return width
         return None
 
+    def record_reading(self, num_tokens: int, seconds: float) -> None:
+        """Taking in a text of `num_tokens` tokens, of all rows together, took `seconds`."""
+        if self._read[0] == 0.0:
+            num_tokens, seconds = 1, seconds / num_tokens  # a process's first one pays for the kernels' set-up: little is made of it
+        self._read = [self._read[0] * self.READ_DECAY + num_tokens, self._read[1] * self.READ_DECAY + seconds]
+
+    def reading(self, num_tokens: int) -> float:
+        """The seconds that taking in so many tokens is expected to take; 0 as long as nothing is known."""
+        tokens, seconds = self._read
+        return num_tokens * seconds / tokens if tokens else 0.0
+
     def to_dict(self) -> dict[str, float]:
         """Typical seconds by "rows×width"."""
         return {
@@ -175,7 +189,7 @@ class AcceptanceRates:
     """
 
     DECAY = 0.97
-    STRENGTH = 4.0
+    STRENGTH = 3.0
     """How many observations the prior counts for."""
     CAUTION = 0.85
     """What a drafter's own word counts: drafters overrate themselves, and an answer may be over before that is learned."""
@@ -261,7 +275,6 @@ class _Paid:
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=32)  # a drafted token's, recently
-        self.read = [0.0, 0.0]  # tokens of text taken in, and the seconds that it took; decayed
         self.accepted: list[list[float]] = []  # [reached, accepted] by position, whatever the evidence
         self.pace = Pace(tokens=6.0, time=4.0, rounds=2.0)  # decayed; a guess at first
         self.is_new = True
@@ -423,8 +436,7 @@ class DepthController:
                 "pace": asdict(self._pace),
                 "drafters": {
                     source: {
-                        "seconds": list(paid.seconds), "read": list(paid.read),
-                        "accepted": [list(counts) for counts in paid.accepted], "pace": asdict(paid.pace),
+                        "seconds": list(paid.seconds), "accepted": [list(counts) for counts in paid.accepted], "pace": asdict(paid.pace),
                         "is_new": paid.is_new, "is_idle": paid.is_idle, "patience": paid.patience,
                     }
                     for source, paid in self._paid.items()
@@ -441,7 +453,6 @@ class DepthController:
         for source, known in values["drafters"].items():
             paid = controller._known(source)
             paid.seconds.extend(known["seconds"])
-            paid.read = list(known["read"])
             paid.accepted = [list(counts) for counts in known["accepted"]]
             paid.pace, paid.is_new = Pace(**known["pace"]), known["is_new"]
             paid.is_idle, paid.patience = known["is_idle"], known["patience"]
@@ -483,7 +494,7 @@ class RoundPlan:
         self._controller = controller
         self._curve: list[float] | None = None
 
-    def budget(self, source: str, limit: int, behind: int = 0, is_new: bool = False) -> Budget:
+    def budget(self, source: str, limit: int, reading: float = 0.0, is_new: bool = False) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
         for a trial after 8 rounds, then 16, 32 … 128; nor if what is expected to come still wouldn't repay taking in the text first, going
@@ -499,8 +510,7 @@ class RoundPlan:
             self._curve = self.costs.verify(self.rows, limit)
             if self._curve is None:
                 return Budget(0, 0)  # what a plain step costs has to be known first
-            tokens, seconds = known.read
-            reading = behind * self.rows * seconds / max(tokens, 1.0) / self._curve[0]  # in plain steps
+            reading /= self._curve[0]  # in plain steps
             without = (self.so_far.time + self.FIRST_STEPS) / (self.so_far.tokens + self.FIRST_STEPS)  # plain steps a token
             saved = max(0.0, without - known.pace.time / known.pace.tokens)
             to_come = self.so_far.tokens + self.FIRST_TO_COME
@@ -557,16 +567,8 @@ class RoundPlan:
                     return True
         return False
 
-    def caught_up(self, source: str, num_tokens: int, seconds: float) -> None:
-        """Taking in `num_tokens` tokens a row took `seconds`: no part of what a round costs, but of what beginning again does."""
-        with self._controller._lock:
-            known = self._controller._known(source)
-            if known.read[0] == 0.0:
-                num_tokens, seconds = 1, seconds / num_tokens  # a process's first one pays for the kernels' set-up: little is made of it
-            known.read = [known.read[0] * 0.8 + num_tokens * self.rows, known.read[1] * 0.8 + seconds]
-
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
-        """Drafting `num_tokens` tokens a row took `seconds`."""
+        """Drafting `num_tokens` tokens a row took `seconds`; what reading took is no part of it, but of what beginning again costs."""
         self.drafting[source] = self.drafting.get(source, 0.0) + seconds
         with self._controller._lock:
             self._controller._known(source).seconds.append(seconds / num_tokens)

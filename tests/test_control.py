@@ -84,16 +84,16 @@ def test_what_taking_in_the_text_costs():
     Measured once, it has to be repaid by the rest of the answer, of which no more is expected than was said, and 32 tokens; a drafter that
     doesn't pay is tried the more rarely for it.
     """
-    controller, costs = DepthController(), ForwardCosts()
+    controller, costs, draft_costs = DepthController(), ForwardCosts(), ForwardCosts()
     costs.record(1, 1, 0.1)
 
     def limit(behind, remaining=1000, said=200, time=None):
         so_far = Pace(said, said if time is None else time)
-        return controller.plan(1, costs, remaining, so_far).budget("draft_model", 8, behind).limit
+        return controller.plan(1, costs, remaining, so_far).budget("draft_model", 8, draft_costs.reading(behind)).limit
 
     assert limit(behind=1000, said=0) == 8  # nothing is known yet
     for _ in range(2):  # the first one's time may be the set-up's
-        controller.plan(1, costs).caught_up("draft_model", 1000, 2.0)  # 20 plain steps
+        draft_costs.record_reading(1000, 2.0)  # 20 plain steps
     assert limit(behind=0, remaining=1) == limit(behind=1000) == limit(behind=100, remaining=20) == limit(behind=100, said=0) == 8
     assert limit(behind=1000, remaining=30) == limit(behind=1000, said=0) == 0
     assert limit(behind=1000, time=110) == 0  # the draft's rounds bring 1.5 tokens a plain step, the call's own 1.8
@@ -114,7 +114,7 @@ def test_what_taking_in_the_text_costs():
     known = controller._known("draft_model")
     known.patience = 32
     plans = (controller.plan(1, costs, 1000) for _ in range(1000))
-    assert next(number for number, plan in enumerate(plans, 1) if plan.budget("draft_model", 8, 500, is_new=True).limit) == 32 + 320 - 32
+    assert next(number for number, plan in enumerate(plans, 1) if plan.budget("draft_model", 8, 1.0, is_new=True).limit) == 32 + 320 - 32
 
 
 def test_a_round_that_was_held_up():

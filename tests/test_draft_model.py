@@ -185,13 +185,15 @@ def test_an_answer_that_cannot_repay_taking_in_the_text():
     ids = prompt(60, 3)
     first = assistgen.generate(model, ids, **KW, speculation=speculator)
     known = speculator.controller._known("draft_model")
-    known.read = [1.0, 1000.0]
+    costs_of(draft).record_reading(1, 1e6)
     known.pace.tokens, known.is_idle = 1e9, False  # whatever this machine's clock made of a target that drafts for itself
     fed = []
     handle = draft.register_forward_pre_hook(lambda m, a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
     other = assistgen.generate(model, prompt(60, 4), **KW, speculation=speculator)
+    # The model's price is known, whoever asks.
+    assistgen.generate(model, prompt(60, 5), **KW, speculation=Speculator(spec(draft, depth="adaptive")))
     assert fed == []
-    known.read = [0.0, 0.0]
+    costs_of(draft).record_reading(1 << 50, 0.0)  # cheap again
     follow = torch.cat([first.sequences, prompt(5, 9)], dim=1)
     second = assistgen.generate(model, follow, **KW, speculation=speculator)
     handle.remove()

@@ -106,10 +106,10 @@ class Budget(NamedTuple):
 class Plan(Protocol):
     """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
 
-    def budget(self, source: str, limit: int, behind: int = 0, is_new: bool = False) -> Budget:
+    def budget(self, source: str, limit: int, reading: float = 0.0, is_new: bool = False) -> Budget:
         """
-        What may be drafted in this round, at most `limit` tokens a row, if `behind` tokens of a row's text are to be taken in first;
-        `is_new`: nothing was drafted in this call yet.
+        What may be drafted in this round, at most `limit` tokens a row, if taking in text first takes `reading` seconds; `is_new`: nothing
+        was drafted in this call yet.
         """
 
     def rate(self, source: str, evidence: int) -> float:
@@ -117,9 +117,6 @@ class Plan(Protocol):
 
     def goes_on(self, source: str, reaches: Sequence[Sequence[float]]) -> bool:
         """Whether another token is expected to pay after drafts whose rows reach each of their tokens with these chances."""
-
-    def caught_up(self, source: str, num_tokens: int, seconds: float) -> None:
-        """Taking in `num_tokens` tokens a row took `seconds`."""
 
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""

@@ -154,6 +154,7 @@ class DraftModelDrafter(Drafter):
         self._guesses = memory.guesses if memory is not None else DepthController()
         shares_weights = target is not None and model.get_input_embeddings() is target.get_input_embeddings()
         self._costs = memory.costs if memory is not None and shares_weights and model is not target else costs_of(model)
+        self._read_costs = self._costs  # of the model, whatever runs it
         self._held: list[int] = []
         """Of each row's text and draft, tokens in the cache."""
         self._kept: tuple[list[int], RowsInStep] | None = None  # of an earlier call, until the first draft
@@ -215,7 +216,8 @@ class DraftModelDrafter(Drafter):
         longest = max(len(text) for text in self._texts) + (max(self._padding) if self._runner is not None else 0)
         max_tokens = [min(room, max(0, self._max_length - longest)) for room in max_tokens]
         behind = self._behind(rows)
-        budget = plan.budget(self.name, max(max_tokens), behind, is_new=self._runner is None)
+        reading = self._read_costs.reading(behind * len(rows))
+        budget = plan.budget(self.name, max(max_tokens), reading, is_new=self._runner is None)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
         seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
@@ -225,7 +227,7 @@ class DraftModelDrafter(Drafter):
         if behind:
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)  # its time is no part of the draft's, which is waited for next
-            plan.caught_up(self.name, behind, seconds + perf_counter() - start)
+            self._read_costs.record_reading(behind * len(rows), seconds + perf_counter() - start)
         assert self._runner is not None
         if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)

@@ -49,6 +49,7 @@ SEPARATOR = -1
 # A longer context says more than its few occurrences let it seem: in replays of code, edits and answers 1.0 takes up to 3 % fewer tokens
 # a step than 2.5, and no more are taken if shorter contexts can't win at all.
 SHORTER_PROMISE = 2.5
+ROUNDING = 1e-9  # no more is a tie, which the first keeps
 
 
 @njit(inline="always")
@@ -427,7 +428,7 @@ def _propose(
                 state, size, limit, min_prob, needed, meta[MAX_DEPTH], chain, chain_length, states, edges, text, meta[NUM_TOKENS],
                 tokens[1 - row], probs[1 - row],
             )  # fmt: skip
-            if score > needed:
+            if score > needed + ROUNDING:
                 row, best_n, best_size, best_score = 1 - row, n, size, score
         state = states[state, LINK]
     return row, best_n, best_size, best_score
