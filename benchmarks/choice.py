@@ -2,7 +2,7 @@
 
 Recorded answers (`benchmarks.record`) are said once more. Suffix decoding guesses what it would have guessed, the draft model what it did;
 forwards, drafted tokens and the reading of a prompt take what they were measured to take, give or take 5 %. Control, chain and suffix
-index are the real ones. Each `Speculator` meets all answers in one order after another, in six orders.
+index are the real ones. All answers are said with one state of control, as of a `Speculator`, in each of six orders.
 """
 
 from __future__ import annotations
