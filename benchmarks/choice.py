@@ -14,7 +14,6 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -22,12 +21,13 @@ from assistgen import weights
 from assistgen.control import DepthController, ForwardCosts, Pace, ShadowedDraft
 from assistgen.drafters.base import Draft, Drafter, Plan
 from assistgen.drafters.chain import ChainDrafter
+from assistgen.drafters.draft_model import FAR_BEHIND
 from assistgen.drafters.suffix import SuffixDrafter
 
 from .common import chat, geometric_mean, spec_bench
 from .drafters import GROUPS
 from .record import RECORDINGS
-from .simulate import CURVES, LIMIT, cost
+from .simulate import CURVES, LIMIT, cost, drafted
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,17 @@ COSTS = {
     "AVX2, a cheaper draft": Costs(CURVES["1.5B bfloat16, AVX2, our products"], 100, 8),
     "AVX-512": Costs(CURVES["1.5B bfloat16, AVX-512"], 90, 4),
 }
-FAR_BEHIND = 16
 SIDES = ("suffix", "draft_model", "auto")
 
 
 @dataclass
 class Answer:
-    """A prompt's answer, and from each of its places on what the draft model drafted there: tokens with their evidence."""
+    """A prompt's answer, and what the draft model drafted at each of its places but the first: tokens and their evidence."""
 
     category: str
     prompt: list[int]
     output: list[int]
-    drafted: dict[int, tuple[list[int], list[int]]]
+    drafts: list[tuple[list[int], list[int]]]
 
 
 class Clock:
@@ -91,7 +90,7 @@ class RecordedDraftModel(Drafter):
         self._is_new = False
         if behind:
             self._read_costs.record_reading(behind, self._clock.seconds(behind * self._costs.read_ms))
-        tokens, evidence = self._answer.drafted[self._length - len(self._answer.prompt)]
+        tokens, evidence = self._answer.drafts[self._length - len(self._answer.prompt) - 1]
         for token, known in list(zip(tokens, evidence, strict=True))[: min(max_tokens[0], budget.limit)]:
             plan.spent(self.name, 1, self._clock.seconds(self._costs.draft_ms))
             draft.tokens.append(token)
@@ -113,14 +112,8 @@ def answers(name: str = "qwen2.5-coder-1.5b", draft: str = "qwen2.5-coder-0.5b")
     for item in spec_bench(10):
         if (entry := entries.get(item["id"])) is None:
             continue
-        chains, drafted = {chain["at"]: chain for chain in entry["chains"][draft]}, {}
-        current: dict[str, Any] = {"at": 0, "tokens": [], "evidence": []}
-        for at in range(1, len(entry["output"])):
-            current = chains.get(at, current)
-            skipped = at - current["at"]
-            drafted[at] = (current["tokens"][skipped:], current["evidence"][skipped:])
         prompt = chat(tokenizer, item["prompt"])["input_ids"][0].tolist()
-        found.append(Answer(item["category"], prompt, entry["output"], drafted))
+        found.append(Answer(item["category"], prompt, entry["output"], list(drafted(entry, draft))))
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,17 +264,22 @@ def changing(rates: Sequence[float], period: int = 500, length: int = 6_000, see
     return of_bits([rng.random() < rates[at // period % len(rates)] for at in range(length)], lambda at: 4, draft_ms)
 
 
+def drafted(entry: dict[str, Any], draft: str) -> Iterator[tuple[list[int], list[int]]]:
+    """At each place of a recorded answer but the first, what a draft model drafted there: tokens and their evidence."""
+    chains = {chain["at"]: chain for chain in entry["chains"][draft]}
+    current: dict[str, Any] = {"at": 0, "tokens": [], "evidence": []}
+    for at in range(1, len(entry["output"])):
+        current = chains.get(at, current)
+        skipped = at - current["at"]
+        yield current["tokens"][skipped:], current["evidence"][skipped:]
+
+
 def recorded(entries: list[dict[str, Any]], draft: str, draft_ms: float, length: int = 2_000) -> Stream:
     """A draft model's chains over all recorded answers, end to end, repeated up to `length` tokens."""
     steps: list[Step] = []
     for entry in entries:
         output = entry["output"]
-        chains = {chain["at"]: chain for chain in entry["chains"][draft]}
-        current: dict[str, Any] = {"at": 0, "tokens": [], "evidence": []}
-        for at in range(1, len(output)):
-            current = chains.get(at, current)
-            skipped = at - current["at"]
-            tokens, evidence = current["tokens"][skipped:], current["evidence"][skipped:]
+        for at, (tokens, evidence) in enumerate(drafted(entry, draft), start=1):
             right = next((i for i, token in enumerate(tokens) if output[at + i : at + i + 1] != [token]), len(tokens))
             steps.append(Step(tuple(evidence[: min(LIMIT, len(tokens))]), min(right, LIMIT)))
     return Stream([steps[i % len(steps)] for i in range(max(length, len(steps)))], draft_ms)

@@ -238,7 +238,7 @@ def test_store_bounds_are_filled():
     big = SuffixStore(max_tokens=800)
     for number in range(100):
         big.add([number] * 100)
-        assert big.num_tokens >= min(500, (number + 1) * 100)
+        assert big.num_tokens >= min(533, (number + 1) * 100)  # all blocks but one
 
 
 def test_store_that_is_cleared_under_a_cursor():
