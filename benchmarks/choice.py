@@ -21,7 +21,7 @@ from assistgen import weights
 from assistgen.control import DepthController, ForwardCosts, Pace, ShadowedDraft
 from assistgen.drafters.base import Draft, Drafter, Plan
 from assistgen.drafters.chain import ChainDrafter
-from assistgen.drafters.draft_model import FAR_BEHIND
+from assistgen.drafters.draft_model import FAR_BEHIND, SAMPLE
 from assistgen.drafters.suffix import SuffixDrafter
 
 from .common import chat, geometric_mean, spec_bench
@@ -83,9 +83,14 @@ class RecordedDraftModel(Drafter):
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         behind = self._length - self._held - 1
         behind = behind if behind >= FAR_BEHIND else 0
-        budget = plan.budget(self.name, max_tokens[0], self._read_costs.reading(behind), is_new=self._is_new)
+        reading = self._read_costs.reading(behind)
+        budget = plan.budget(self.name, max_tokens[0], reading, is_new=self._is_new)
         draft, reach = Draft([], self.name, (), is_free=False), [1.0]
         if budget.limit == 0:
+            return [draft]
+        if reading == 0.0 and behind >= 2 * SAMPLE:
+            self._clock.seconds(FAR_BEHIND * self._costs.read_ms)
+            self._read_costs.record_reading(SAMPLE, self._clock.seconds(SAMPLE * self._costs.read_ms))
             return [draft]
         self._is_new = False
         if behind:

@@ -9,6 +9,7 @@ from scipy.stats import chi2
 import assistgen
 from assistgen import Speculator, compat
 from assistgen.acceptance import Verdict, residual, verify_block
+from assistgen.control import ForwardCosts
 from assistgen.drafters.base import Draft
 from assistgen.target import costs_of
 
@@ -176,6 +177,24 @@ def test_a_speculator_keeps_the_drafts_cache():
     assert torch.equal(model.generate(prompt(20, 4), **KW).sequences, other.sequences)
     assert fed[0] <= 5 + 12
     assert 20 in fed  # another text starts anew
+
+
+def test_a_long_text_is_not_read_before_its_price_is_known(monkeypatch):
+    model, draft = build("llama"), build("llama")
+    fed, read = [], []
+    draft.register_forward_pre_hook(lambda m, a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    monkeypatch.setattr(
+        ForwardCosts, "record_reading", lambda self, tokens, seconds: read.append(tokens) or setattr(self, "_read", [1.0, 1e6])
+    )
+    ids = prompt(200, 3)
+    plain = model.generate(ids, **KW)
+    output = assistgen.generate(model, ids, **KW, speculation=spec(draft, depth="adaptive"))
+    assert fed == [16, 64] and read == [64]  # too dear
+    assert torch.equal(plain.sequences, output.sequences) and output.speculation.draft_forwards == 2
+    costs_of(draft)._read = [1.0, 1e-9]
+    output = assistgen.generate(model, ids, **KW, speculation=spec(draft, depth="adaptive"))
+    assert 200 in fed and read[1:] == [200] and output.speculation.num_accepted_tokens > 0
+    assert torch.equal(plain.sequences, output.sequences)
 
 
 def test_an_answer_that_cannot_repay_taking_in_the_text():

@@ -43,6 +43,8 @@ MAX_GUESS = 4
 """The most n-gram guesses that ride along in a forward of the draft model."""
 FAR_BEHIND = 16
 """From so many tokens on, text that has to be taken in before a draft is priced by itself; less of it costs hardly more than one token."""
+SAMPLE = 64
+"""Tokens of a long text that are read for their price alone, if it isn't known."""
 
 
 @dataclass
@@ -220,6 +222,9 @@ class DraftModelDrafter(Drafter):
         budget = plan.budget(self.name, max(max_tokens), reading, is_new=self._runner is None)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
+        if reading == 0.0 and behind >= 2 * SAMPLE and not self._sees:
+            self._price_reading(max((self._texts[row] for row in rows), key=len))
+            return [Draft([], self.name, is_free=False) for _ in rows]  # the next round knows what it would pay
         seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
         start = perf_counter()
         if self._behind(rows):
@@ -247,6 +252,21 @@ class DraftModelDrafter(Drafter):
             return 0  # starts on the target's cache
         behind = max(len(self._texts[row]) - self._held[row] for row in rows) - 1
         return behind if behind >= FAR_BEHIND else 0
+
+    def _price_reading(self, text: list[int]) -> None:
+        """Reads a text's first tokens, to know what that costs, and forgets them."""
+        for length in (FAR_BEHIND, SAMPLE):  # the first forward of all pays for the kernels' set-up
+            ids = self._known(torch.tensor([text[:length]], device=self.model.device))
+            runner = self._make_runner(RowsInStep, ids, self._text_kwargs(torch.ones_like(ids), DynamicCache()))
+            over_prompt(self.model, length)
+            before = perf_counter()
+            runner.prefill()
+            if ids.is_cuda:
+                torch.cuda.synchronize(ids.device)
+            seconds = perf_counter() - before
+            runner.close(completed=False)
+            self.num_forwards += 1
+        self._read_costs.record_reading(SAMPLE, seconds)
 
     def _start(self, room: int) -> float:
         """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come. Returns the forward's seconds."""
