@@ -511,6 +511,8 @@ class RoundPlan:
             if self._curve is None:
                 return Budget(0, 0)  # what a plain step costs has to be known first
             reading /= self._curve[0]  # in plain steps
+            if self.so_far.time + 0.5 < reading and not known.is_idle:
+                return Budget(0, 0)  # as long as reading takes, the call's rounds may show that they do well without
             without = (self.so_far.time + self.FIRST_STEPS) / (self.so_far.tokens + self.FIRST_STEPS)  # plain steps a token
             saved = max(0.0, without - known.pace.time / known.pace.tokens)
             to_come = self.so_far.tokens + self.FIRST_TO_COME

@@ -43,6 +43,7 @@ COSTS = {
     "AVX2, our products": Costs(CURVES["1.5B bfloat16, AVX2, our products"], 110, 24),
     "AVX2, a cheaper draft": Costs(CURVES["1.5B bfloat16, AVX2, our products"], 100, 8),
     "AVX-512": Costs(CURVES["1.5B bfloat16, AVX-512"], 90, 4),
+    "AMX": Costs(CURVES["1.5B bfloat16, AMX"], 95, 1),
 }
 SIDES = ("suffix", "draft_model", "auto")
 
@@ -89,7 +90,7 @@ class RecordedDraftModel(Drafter):
         if budget.limit == 0:
             return [draft]
         if reading == 0.0 and behind >= 2 * SAMPLE:
-            self._clock.seconds(FAR_BEHIND * self._costs.read_ms)
+            self._clock.seconds(SAMPLE * self._costs.read_ms)
             self._read_costs.record_reading(SAMPLE, self._clock.seconds(SAMPLE * self._costs.read_ms))
             return [draft]
         self._is_new = False

@@ -94,7 +94,9 @@ def test_what_taking_in_the_text_costs():
     assert limit(behind=1000, said=0) == 8  # nothing is known yet
     for _ in range(2):  # the first one's time may be the set-up's
         draft_costs.record_reading(1000, 2.0)  # 20 plain steps
-    assert limit(behind=0, remaining=1) == limit(behind=1000) == limit(behind=100, remaining=20) == limit(behind=100, said=0) == 8
+    assert limit(behind=0, remaining=1) == limit(behind=1000) == limit(behind=100, remaining=20) == limit(behind=100, said=2) == 8
+    assert limit(behind=100, said=1) == 0  # so early the call's rounds may still show that they do well without
+    assert limit(behind=20, said=0) == 8  # 0.4 plain steps
     assert limit(behind=1000, remaining=30) == limit(behind=1000, said=0) == 0
     assert limit(behind=1000, time=110) == 0  # the draft's rounds bring 1.5 tokens a plain step, the call's own 1.8
     controller._known("draft_model").waited = 1

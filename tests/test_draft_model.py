@@ -189,7 +189,7 @@ def test_a_long_text_is_not_read_before_its_price_is_known(monkeypatch):
     ids = prompt(200, 3)
     plain = model.generate(ids, **KW)
     output = assistgen.generate(model, ids, **KW, speculation=spec(draft, depth="adaptive"))
-    assert fed == [16, 64] and read == [64]  # too dear
+    assert fed == [64, 64] and read == [64]  # too dear
     assert torch.equal(plain.sequences, output.sequences) and output.speculation.draft_forwards == 2
     costs_of(draft)._read = [1.0, 1e-9]
     output = assistgen.generate(model, ids, **KW, speculation=spec(draft, depth="adaptive"))

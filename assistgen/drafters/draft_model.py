@@ -255,10 +255,10 @@ class DraftModelDrafter(Drafter):
 
     def _price_reading(self, text: list[int]) -> None:
         """Reads a text's first tokens, to know what that costs, and forgets them."""
-        for length in (FAR_BEHIND, SAMPLE):  # the first forward of all pays for the kernels' set-up
-            ids = self._known(torch.tensor([text[:length]], device=self.model.device))
+        for _ in range(2):  # the first forward of a shape pays for the kernels' set-up
+            ids = self._known(torch.tensor([text[:SAMPLE]], device=self.model.device))
             runner = self._make_runner(RowsInStep, ids, self._text_kwargs(torch.ones_like(ids), DynamicCache()))
-            over_prompt(self.model, length)
+            over_prompt(self.model, SAMPLE)
             before = perf_counter()
             runner.prefill()
             if ids.is_cuda:
