@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
-SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 8), 16: (9, 32), 64: (33, 128)}
+SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 5), 8: (6, 8), 16: (9, 32), 64: (33, 128)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
 LANES = 8
 """Numbers of a row that the kernel multiplies at once: rows are that long, or a multiple."""

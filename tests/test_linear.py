@@ -234,7 +234,7 @@ def test_small_weights_are_left_alone():
 
 
 def test_where_it_is_not_quicker(eager, monkeypatch):
-    speed_ups = {1: 1.0, 2: 0.9, 4: 1.5, 16: 1.0, 64: 1.0}
+    speed_ups = {1: 1.0, 2: 0.9, 4: 1.5, 8: 1.2, 16: 1.0, 64: 1.0}
     monkeypatch.setattr(linear, "speed_up", lambda dtype, outputs, inputs, tokens: speed_ups[tokens])
     mode = linear.quick_products(build(dtype=torch.float32), 100)
     assert [n for n in range(80) if mode.over(n) is mode] == [4, 5, 6, 7, 8]
@@ -273,7 +273,6 @@ def test_after_a_fork():
     code = """if True:
         import os, torch
         from assistgen import linear
-from assistgen.target import costs_of
         x, weight = torch.ones(4, 64), torch.ones(32, 64)
         linear.product(x, weight)
         child = os.fork()
