@@ -38,7 +38,7 @@ LANES = 8
 AT_ONCE = 64
 """Tokens that are multiplied with a weight before the next ones are: more of them don't fit into a core's cache."""
 MIN_WORK = 2 * 10**10
-"""Products of two numbers that repay, in the first call of a process, the seconds that getting ready takes."""
+"""Products of two numbers that repay the seconds that getting ready takes, once in a process; calls add up."""
 MEASURED = 1 << 24
 """Numbers in the weights of a measurement, more than most processors' caches hold."""
 OPERATIONS = 10
@@ -49,6 +49,8 @@ MARGIN = 1.1
 _lock = threading.Lock()
 _quick: dict[tuple[Any, ...], list[int]] = {}
 """By type, shape and number of threads: which of `SAMPLES` our own product is quicker for."""
+_asked: Counter[tuple[Any, ...]] = Counter()
+"""By the same: products asked for while it wasn't known."""
 _ruled_out = threading.Event()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ruled_out.set)  # OpenMP's threads don't survive a fork
@@ -60,7 +62,7 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
 
     Args:
         model (`PreTrainedModel`): the model.
-        tokens (`int`): so many are still to be decoded. Too few aren't worth a measurement.
+        tokens (`int`): so many are still to be decoded. Too few, together with those of earlier calls, aren't worth a measurement.
     """
     if model.device.type != "cpu" or model.dtype not in DTYPES or _ruled_out.is_set():
         return None
@@ -72,7 +74,9 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
     outputs, inputs = max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1])
     key = model.dtype, outputs, inputs, torch.get_num_threads()
     with _lock:
-        if key not in _quick and _work(model, tokens) >= MIN_WORK and _is_usable():
+        if key not in _quick:
+            _asked[key] += _work(model, tokens)
+        if key not in _quick and _asked[key] >= MIN_WORK and _is_usable():
             _quick[key] = [sample for sample in SAMPLES if speed_up(model.dtype, outputs, inputs, sample) >= MARGIN]
         quick = _quick.get(key)
     return QuickProducts([SAMPLES[sample] for sample in quick]) if quick else None

@@ -43,7 +43,7 @@ COSTS = {
     "AVX2, our products": Costs(CURVES["1.5B bfloat16, AVX2, our products"], 110, 24),
     "AVX2, a cheaper draft": Costs(CURVES["1.5B bfloat16, AVX2, our products"], 100, 8),
     "AVX-512": Costs(CURVES["1.5B bfloat16, AVX-512"], 90, 4),
-    "AMX": Costs(CURVES["1.5B bfloat16, AMX"], 95, 1),
+    "AMX": Costs(CURVES["1.5B bfloat16, AMX"], 86, 2),
 }
 SIDES = ("suffix", "draft_model", "auto")
 

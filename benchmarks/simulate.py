@@ -31,7 +31,7 @@ from .replay import recorded as answered
 LIMIT = 15
 CURVES: dict[str, dict[int, float]] = {  # width -> milliseconds of a target forward
     "1.5B bfloat16, AVX-512": {1: 264, 2: 216, 3: 241, 5: 246, 8: 267, 9: 276, 12: 303, 16: 340},
-    "1.5B bfloat16, AMX": {1: 206, 2: 206, 4: 209, 8: 207, 12: 211, 16: 223},
+    "1.5B bfloat16, AMX": {1: 170, 2: 183, 3: 180, 4: 168, 5: 193, 8: 198, 12: 200, 16: 205},
     "135M float32, AVX-512": {1: 65, 2: 101, 3: 121, 5: 85, 9: 93, 16: 105},
     "1.5B bfloat16, AVX2, our products": {1: 277, 2: 301, 4: 308, 8: 377, 12: 528, 16: 773},
     "1.5B float32, AVX2, our products": {1: 468, 2: 650, 4: 579, 8: 817, 12: 975, 16: 1147},

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def eager(monkeypatch):
     counts = []
     product = linear.product
     monkeypatch.setattr(linear, "_quick", {})
+    monkeypatch.setattr(linear, "_asked", Counter())
     monkeypatch.setattr(linear, "MIN_WEIGHT", 1)
     monkeypatch.setattr(linear, "MIN_WORK", 0)
     monkeypatch.setattr(linear, "speed_up", lambda *args: counts.append("measured") or 2.0)
@@ -249,6 +251,10 @@ def test_measured_once_and_not_for_a_few_tokens(eager, monkeypatch):
     assert linear.quick_products(model, 49) is None and eager == []
     assert linear.quick_products(model, 50) is not None
     assert linear.quick_products(model, 1) is not None and eager.count("measured") == len(linear.SAMPLES)
+    other = build(dtype=torch.float32, hidden_size=64)
+    monkeypatch.setattr(linear, "MIN_WORK", linear._work(other, 50))
+    assert linear.quick_products(other, 25) is None
+    assert linear.quick_products(other, 25) is not None  # calls add up
 
 
 def test_measurement():
