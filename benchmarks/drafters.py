@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
-                        help="also lookup, ngram, suffix, suffix_whole, auto, chain")  # fmt: skip
+                        help="also lookup, ngram, suffix, suffix_whole, auto, auto_nf4, chain")  # fmt: skip
     arguments = parser.parse_args()
     target, tokenizer = load("qwen2.5-coder-1.5b", arguments.dtype)
     draft, _ = load("qwen2.5-coder-0.5b", arguments.dtype)
@@ -61,6 +61,7 @@ def main() -> None:
         "suffix": lambda: assistgen.Speculator("suffix"),
         "suffix_whole": lambda: assistgen.Speculator({"method": "suffix", "depth": "constant", "num_speculative_tokens": 10}),
         "auto": lambda: assistgen.Speculator({"method": "auto", "model": draft}),
+        "auto_nf4": lambda: assistgen.Speculator({"method": "auto", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}),
         "draft_model": lambda: assistgen.Speculator({"method": "draft_model", "model": draft}),
         "chain": lambda: assistgen.Speculator({"drafters": ["ngram", {"method": "draft_model", "model": draft}]}),
         "chain_nf4": lambda: assistgen.Speculator(
@@ -155,7 +156,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
         if draft_ms[side]:
             print(f"{side:12s} drafting {geometric_mean([max(ms, 1e-3) for ms in draft_ms[side]]):.0f} ms a round with a draft")
-    others = [side for side in ways if side not in theirs and side != "auto"]
+    others = [side for side in ways if side not in theirs and not side.startswith("auto")]
     for group, speeds in by_group.items() if "auto" in ways and others else ():
         best = max(others, key=lambda side: geometric_mean(speeds[side]))
         against = [auto / other for auto, other in zip(speeds["auto"], speeds[best], strict=True)]
