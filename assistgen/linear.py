@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,9 @@ MEASURED = 1 << 24
 """Numbers in the weights of a measurement, more than most processors' caches hold."""
 OPERATIONS = 10
 """Calls of torch for each of a model's linear layers (2,142 for the 211 of a Llama of 30 layers)."""
-MARGIN = 1.1
+ROUNDS = 5
+"""Times that both ways are measured in turn; the median counts."""
+MARGIN = 1.15
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact."""
 
 _lock = threading.Lock()
@@ -226,7 +229,10 @@ def speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> floa
             torch.neg(wide)  # in torch's own threads, which are others than the kernel's
         return perf_counter() - before
 
+    theirs, ours = [], []
     with torch.no_grad():
-        theirs = min(seconds() for _ in range(3))
-        with QuickProducts([(tokens, tokens)]):
-            return theirs / min(seconds() for _ in range(3))
+        for _ in range(ROUNDS):
+            theirs.append(seconds())
+            with QuickProducts([(tokens, tokens)]):
+                ours.append(seconds())
+    return statistics.median(torchs / own for torchs, own in zip(theirs, ours, strict=True))
