@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+import ctypes
+import sys
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -20,6 +22,19 @@ It is written in vectors, since a compiler that makes them by itself needs more 
 LINE = 64
 """Bytes that come from memory at once."""
 NAN = np.uint16(0x7FC0)
+TILE = 16
+"""Rows of AMX's tiles, each of 64 bytes: outputs by pairs of inputs, pairs of inputs by tokens, and sums of outputs by tokens."""
+SUMS, WEIGHTS, TEXTS = range(3)
+"""The tiles."""
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in tiles (Intel's AMX), and Linux lets the process use them."""
+    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data))) == 0
 
 
 def compiled(function: Any = None, **options: Any) -> Any:
@@ -198,6 +213,91 @@ def _multiply(dtype: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
             _write(_dots_2(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
+@intrinsic
+def _use_tiles(typing_context: Any, shapes: Any) -> Any:
+    """Gives the tiles of this thread their shapes, by the address of what says them."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ldtilecfg"), [_at(builder, arguments[0])])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@intrinsic
+def _release_tiles(typing_context: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.tilerelease"), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic
+def _multiply_tile(typing_context: Any, weight: Any, row: Any, texts: Any, steps: Any, sums: Any) -> Any:
+    """`TILE` rows of a weight, `row` bytes each, times as many tokens, in so many steps of a tile each; all by address."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i8, i64, address = ir.IntType(8), ir.IntType(64), cgutils.voidptr_t
+
+        def call(name: str, takes: list[Any], *values: Any) -> None:
+            kind = ir.FunctionType(ir.VoidType(), takes)
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
+
+        weight, row, texts, steps, sums = arguments
+        call("tilezero", [i8], i8(SUMS))
+        before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(i64)
+        of_weight, of_texts = (
+            _at(builder, builder.add(start, builder.mul(step, i64(size)))) for start, size in ((weight, LINE), (texts, TILE * LINE))
+        )
+        call("tileloadd64", [i8, address, i64], i8(WEIGHTS), of_weight, row)
+        call("tileloadd64", [i8, address, i64], i8(TEXTS), of_texts, i64(LINE))
+        call("tdpbf16ps", [i8, i8, i8], i8(SUMS), i8(WEIGHTS), i8(TEXTS))
+        next_step = builder.add(step, i64(1))
+        step.add_incoming(i64(0), before)
+        step.add_incoming(next_step, loop)
+        builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
+        builder.position_at_end(after)
+        call("tilestored64", [i8, address, i64], i8(SUMS), _at(builder, sums), i64(LINE))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), code
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, cgutils.voidptr_t)
+
+
+@njit(parallel=True, nogil=True)
+def _multiply_in_tiles(weight: Any, x: Any, bias: Any, out: Any) -> None:
+    (tokens, inputs), outputs = x.shape, out.shape[1]
+    tiles, steps = (tokens + TILE - 1) // TILE, inputs // (2 * TILE)
+    pairs = np.zeros((tiles, inputs // 2, TILE, 2), np.uint16)
+    for m in range(tokens):
+        for k in range(inputs):
+            pairs[m // TILE, k // 2, m % TILE, k % 2] = x[m, k]
+    shapes = np.zeros(LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
+    shapes[0] = 1
+    for tile in (SUMS, WEIGHTS, TEXTS):
+        shapes[16 + 2 * tile], shapes[48 + tile] = LINE, TILE
+    for block in prange((outputs + TILE - 1) // TILE):
+        n = min(block * TILE, outputs - TILE)
+        sums = np.empty((TILE, TILE), np.float32)
+        _use_tiles(shapes.ctypes.data)
+        for tile in range(tiles):
+            texts = pairs.ctypes.data + tile * steps * TILE * LINE
+            _multiply_tile(weight + n * inputs * 2, inputs * 2, texts, steps, sums.ctypes.data)
+            for m in range(tile * TILE, min(tokens, (tile + 1) * TILE)):
+                for j in range(TILE):
+                    more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
+                    out[m, n + j] = _stored(sums[j, m % TILE] + more, out[0, 0])
+        _release_tiles()
+
+
 @njit(nogil=True, inline="always")
 def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     given = carray(pointer(x), (tokens, inputs), dtype)
@@ -206,7 +306,7 @@ def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any,
     _multiply(dtype, weight, given, added, carray(pointer(out), (padded, outputs), dtype))
 
 
-# Two functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
+# Functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
 @compiled(nogil=True)
 def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     """
@@ -224,3 +324,10 @@ def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inp
 def multiply_bfloat16(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
     """The same for bfloat16."""
     _product(np.uint16, weight, x, bias, out, outputs, inputs, tokens)
+
+
+@compiled(nogil=True)
+def multiply_in_tiles(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
+    """The same for bfloat16 where the CPU `has_tiles`, `out` of `(tokens, outputs)`: at least `TILE` outputs, a multiple of 32 inputs."""
+    given, added = carray(pointer(x), (tokens, inputs), np.uint16), carray(pointer(bias), (outputs if bias else 0,), np.uint16)
+    _multiply_in_tiles(weight, given, added, carray(pointer(out), (tokens, outputs), np.uint16))

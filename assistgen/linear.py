@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHT = 1 << 18
 """Numbers in a weight that is worth the call."""
-SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 5), 8: (6, 8), 16: (9, 32), 64: (33, 128)}
+SAMPLES = {1: (1, 1), 2: (2, 3), 4: (4, 5), 8: (6, 8), 16: (9, 16), 32: (17, 32), 64: (33, 128)}
 """Numbers of tokens that are measured, and from where to where each says which way is quicker."""
 LANES = 8
 """Numbers of a row that the kernel multiplies at once: rows are that long, or a multiple."""
@@ -176,6 +176,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     tokens = x.numel() // inputs
     out = x.new_empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs)
     multiply = kernels.multiply_bfloat16 if x.dtype == torch.bfloat16 else kernels.multiply_float32
+    if x.dtype == torch.bfloat16 and outputs >= kernels.TILE and inputs % (2 * kernels.TILE) == 0 and kernels.has_tiles():
+        multiply = kernels.multiply_in_tiles
     added = bias.data_ptr() if bias is not None else 0
     before = numba.get_num_threads()
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
@@ -199,8 +201,8 @@ def _is_usable() -> bool:
             _ruled_out.set()
         else:
             for dtype in DTYPES:
-                x = torch.ones(2, 8, dtype=dtype, device="cpu")
-                product(x, x.new_ones(4, 8))
+                x = torch.ones(2, 32, dtype=dtype, device="cpu")
+                product(x, x.new_ones(16, 32))
     except Exception:
         logger.warning("Linear layers go by torch's own way: the kernel that may be quicker doesn't run here.", exc_info=True)
         _ruled_out.set()

@@ -40,18 +40,20 @@ def test_product_is_torchs(dtype, with_bias, outputs, inputs, tokens):
 
 
 @DTYPES
-def test_what_is_not_finite_stays_so(dtype):
-    x, weight = torch.ones(3, 40, dtype=dtype), torch.ones(30, 40, dtype=dtype)
+@pytest.mark.parametrize("inputs", [40, 64])
+def test_what_is_not_finite_stays_so(dtype, inputs):
+    x, weight = torch.ones(3, inputs, dtype=dtype), torch.ones(30, inputs, dtype=dtype)
     x[1, 3], x[2, 4] = float("nan"), float("-inf")
     product = linear.product(x, weight)
-    assert (product[0] == 40).all() and product[1].isnan().all() and (product[2] == float("-inf")).all()
+    assert (product[0] == inputs).all() and product[1].isnan().all() and (product[2] == float("-inf")).all()
 
 
 @DTYPES
 @pytest.mark.parametrize("tokens", [2, 3, 4, 5, 6, 7, 8, 70])
-def test_a_product_does_not_depend_on_its_neighbours(dtype, tokens):
+@pytest.mark.parametrize("inputs", [192, 200])
+def test_a_product_does_not_depend_on_its_neighbours(dtype, tokens, inputs):
     torch.manual_seed(0)
-    x, weight = torch.randn(tokens, 200).to(dtype), torch.randn(50, 200).to(dtype)
+    x, weight = torch.randn(tokens, inputs).to(dtype), torch.randn(50, inputs).to(dtype)
     alone = torch.cat([linear.product(x[row : row + 1], weight) for row in range(tokens)])
     assert torch.equal(linear.product(x, weight), alone)
 
@@ -185,6 +187,16 @@ def test_several_threads():
         torch.set_num_threads(before)
 
 
+def test_in_turn_with_torchs_own():
+    """Both may use what a processor keeps for each thread (the tiles of AMX)."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(320, 192).bfloat16(), torch.randn(40, 192).bfloat16()
+    ours, torchs = linear.product(x, weight), torch.nn.functional.linear(x, weight)
+    for tokens in (40, 1, 17, 3) * 5:
+        assert torch.equal(linear.product(x[:tokens], weight), ours[:tokens])
+        torch.testing.assert_close(torch.nn.functional.linear(x[:tokens], weight), torchs[:tokens], rtol=2**-6, atol=2**-4)
+
+
 def test_torchs_own_way_where_gradients_are_wanted(eager):
     layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
     with torch.enable_grad(), linear.QuickProducts([(4, 4)]):
@@ -236,7 +248,7 @@ def test_small_weights_are_left_alone():
 
 
 def test_where_it_is_not_quicker(eager, monkeypatch):
-    speed_ups = {1: 1.0, 2: 0.9, 4: 1.5, 8: 1.2, 16: 1.0, 64: 1.0}
+    speed_ups = {1: 1.0, 2: 0.9, 4: 1.5, 8: 1.2, 16: 1.0, 32: 1.0, 64: 1.0}
     monkeypatch.setattr(linear, "speed_up", lambda dtype, outputs, inputs, tokens: speed_ups[tokens])
     mode = linear.quick_products(build(dtype=torch.float32), 100)
     assert [n for n in range(80) if mode.over(n) is mode] == [4, 5, 6, 7, 8]
