@@ -494,16 +494,20 @@ class RoundPlan:
         self._controller = controller
         self._curve: list[float] | None = None
 
+    @property
+    def weighs_costs(self) -> bool:
+        return self._controller.strategy == "adaptive"
+
     def budget(self, source: str, limit: int, reading: float = 0.0, is_new: bool = False) -> Budget:
         """
         How deep to draft with a source that costs time: not at all while its rounds bring less than plain steps would in their time, but
         for a trial after 8 rounds, then 16, 32 … 128; nor if what is expected to come still wouldn't repay taking in the text first, going
-        by what the call's rounds bring without it.
+        by what the call's rounds bring without it; they have as long as that takes to show it.
         """
         controller = self._controller
         if controller.strategy == "heuristic":
             limit = min(limit, controller._heuristic_depth(source))
-        if controller.strategy != "adaptive" or limit == 0:
+        if not self.weighs_costs or limit == 0:
             return Budget(limit, limit)
         with controller._lock:
             known = controller._known(source)
@@ -512,7 +516,7 @@ class RoundPlan:
                 return Budget(0, 0)  # what a plain step costs has to be known first
             reading /= self._curve[0]  # in plain steps
             if self.so_far.time + 0.5 < reading and not known.is_idle:
-                return Budget(0, 0)  # as long as reading takes, the call's rounds may show that they do well without
+                return Budget(0, 0)  # give or take half a round
             without = (self.so_far.time + self.FIRST_STEPS) / (self.so_far.tokens + self.FIRST_STEPS)  # plain steps a token
             saved = max(0.0, without - known.pace.time / known.pace.tokens)
             to_come = self.so_far.tokens + self.FIRST_TO_COME
@@ -549,7 +553,7 @@ class RoundPlan:
             reaches (`Sequence[Sequence[float]]`): for each row the chance that its draft is accepted up to each token.
         """
         controller, curve = self._controller, self._curve
-        if controller.strategy != "adaptive" or curve is None:
+        if not self.weighs_costs or curve is None:
             return True
         with controller._lock:
             known = controller._known(source)
@@ -582,7 +586,7 @@ class RoundPlan:
             return False
         with controller._lock:
             curve = self.costs.verify(self.rows, len(draft.tokens))
-            if curve is None or controller.strategy != "adaptive":
+            if curve is None or not self.weighs_costs:
                 return True
             price = controller._price(curve, self.rows) / self.rows  # of one row's share
             expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))

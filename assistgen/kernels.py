@@ -213,13 +213,21 @@ def _multiply(dtype: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
             _write(_dots_2(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
+def _instruct(builder: Any, name: str, *values: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, cgutils.voidptr_t)
+
+
 @intrinsic
 def _use_tiles(typing_context: Any, shapes: Any) -> Any:
     """Gives the tiles of this thread their shapes, by the address of what says them."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ldtilecfg"), [_at(builder, arguments[0])])
+        _instruct(builder, "ldtilecfg", _at(builder, arguments[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64), code
@@ -228,7 +236,7 @@ def _use_tiles(typing_context: Any, shapes: Any) -> Any:
 @intrinsic
 def _release_tiles(typing_context: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.tilerelease"), [])
+        _instruct(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), code
@@ -239,14 +247,9 @@ def _multiply_tile(typing_context: Any, weight: Any, row: Any, texts: Any, steps
     """`TILE` rows of a weight, `row` bytes each, times as many tokens, in so many steps of a tile each; all by address."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        i8, i64, address = ir.IntType(8), ir.IntType(64), cgutils.voidptr_t
-
-        def call(name: str, takes: list[Any], *values: Any) -> None:
-            kind = ir.FunctionType(ir.VoidType(), takes)
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
-
         weight, row, texts, steps, sums = arguments
-        call("tilezero", [i8], i8(SUMS))
+        i8, i64 = ir.IntType(8), ir.IntType(64)
+        _instruct(builder, "tilezero", i8(SUMS))
         before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -254,22 +257,18 @@ def _multiply_tile(typing_context: Any, weight: Any, row: Any, texts: Any, steps
         of_weight, of_texts = (
             _at(builder, builder.add(start, builder.mul(step, i64(size)))) for start, size in ((weight, LINE), (texts, TILE * LINE))
         )
-        call("tileloadd64", [i8, address, i64], i8(WEIGHTS), of_weight, row)
-        call("tileloadd64", [i8, address, i64], i8(TEXTS), of_texts, i64(LINE))
-        call("tdpbf16ps", [i8, i8, i8], i8(SUMS), i8(WEIGHTS), i8(TEXTS))
+        _instruct(builder, "tileloadd64", i8(WEIGHTS), of_weight, row)
+        _instruct(builder, "tileloadd64", i8(TEXTS), of_texts, i64(LINE))
+        _instruct(builder, "tdpbf16ps", i8(SUMS), i8(WEIGHTS), i8(TEXTS))
         next_step = builder.add(step, i64(1))
         step.add_incoming(i64(0), before)
         step.add_incoming(next_step, loop)
         builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
         builder.position_at_end(after)
-        call("tilestored64", [i8, address, i64], i8(SUMS), _at(builder, sums), i64(LINE))
+        _instruct(builder, "tilestored64", i8(SUMS), _at(builder, sums), i64(LINE))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), code
-
-
-def _at(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, cgutils.voidptr_t)
 
 
 @njit(parallel=True, nogil=True)

@@ -44,7 +44,7 @@ MEASURED = 1 << 24
 """Numbers in the weights of a measurement, more than most processors' caches hold."""
 OPERATIONS = 10
 """Calls of torch for each of a model's linear layers (2,142 for the 211 of a Llama of 30 layers)."""
-ROUNDS = 5
+ROUNDS = 3
 """Times that both ways are measured in turn; the median counts."""
 MARGIN = 1.15
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact."""

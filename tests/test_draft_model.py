@@ -195,6 +195,10 @@ def test_a_long_text_is_not_read_before_its_price_is_known(monkeypatch):
     output = assistgen.generate(model, ids, **KW, speculation=spec(draft, depth="adaptive"))
     assert 200 in fed and read[1:] == [200] and output.speculation.num_accepted_tokens > 0
     assert torch.equal(plain.sequences, output.sequences)
+    other, fed[:] = build("llama"), []
+    other.register_forward_pre_hook(lambda m, a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    assistgen.generate(model, ids, **KW, speculation=spec(other, depth="constant"))
+    assert fed[0] == 200  # whatever it costs
 
 
 def test_an_answer_that_cannot_repay_taking_in_the_text():

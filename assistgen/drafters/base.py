@@ -106,6 +106,10 @@ class Budget(NamedTuple):
 class Plan(Protocol):
     """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
 
+    @property
+    def weighs_costs(self) -> bool:
+        """Whether it depends on what things cost; at a fixed depth it doesn't."""
+
     def budget(self, source: str, limit: int, reading: float = 0.0, is_new: bool = False) -> Budget:
         """
         What may be drafted in this round, at most `limit` tokens a row, if taking in text first takes `reading` seconds; `is_new`: nothing

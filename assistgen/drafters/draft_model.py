@@ -222,7 +222,7 @@ class DraftModelDrafter(Drafter):
         budget = plan.budget(self.name, max(max_tokens), reading, is_new=self._runner is None)
         if budget.limit == 0:
             return [Draft([], self.name, is_free=False) for _ in rows]
-        if reading == 0.0 and behind >= 2 * SAMPLE and not self._sees:
+        if plan.weighs_costs and reading == 0.0 and behind >= 2 * SAMPLE and not self._sees:
             self._price_reading(max((self._texts[row] for row in rows), key=len))
             return [Draft([], self.name, is_free=False) for _ in rows]  # the next round knows what it would pay
         seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
@@ -255,18 +255,22 @@ class DraftModelDrafter(Drafter):
 
     def _price_reading(self, text: list[int]) -> None:
         """Reads a text's first tokens, to know what that costs, and forgets them."""
+        ids = self._known(torch.tensor([text[:SAMPLE]], device=self.model.device))
         for _ in range(2):  # the first forward of a shape pays for the kernels' set-up
-            ids = self._known(torch.tensor([text[:SAMPLE]], device=self.model.device))
             runner = self._make_runner(RowsInStep, ids, self._text_kwargs(torch.ones_like(ids), DynamicCache()))
-            over_prompt(self.model, SAMPLE)
-            before = perf_counter()
-            runner.prefill()
-            if ids.is_cuda:
-                torch.cuda.synchronize(ids.device)
-            seconds = perf_counter() - before
+            seconds = self._prefill(runner)
             runner.close(completed=False)
-            self.num_forwards += 1
         self._read_costs.record_reading(SAMPLE, seconds)
+
+    def _prefill(self, runner: Target) -> float:
+        """Returns the seconds that it took."""
+        over_prompt(self.model, runner.tokens.ids.shape[0] * runner.tokens.prompt_length)  # may measure: once in a process, no part of it
+        before = perf_counter()
+        runner.prefill()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.num_forwards += 1
+        return perf_counter() - before
 
     def _start(self, room: int) -> float:
         """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come. Returns the forward's seconds."""
@@ -280,13 +284,9 @@ class DraftModelDrafter(Drafter):
             self._runner.get_ready(room)
             return 0.0
         fresh = self._conditioned() if self._sees else self._on_text()
-        over_prompt(self.model, len(self._texts) * fresh.tokens.prompt_length)  # may measure: once in a process, no part of a text's price
-        before = perf_counter()
-        fresh.prefill()
-        seconds = perf_counter() - before
+        seconds = self._prefill(fresh)
         fresh.get_ready(room)
         self._runner = fresh
-        self.num_forwards += 1
         fed = fresh.tokens.prompt_length
         self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
         if isinstance(fresh, FixedRows):
