@@ -50,7 +50,7 @@ footer:not(.ag footer) { display: none !important; }
 .ag .tile dt { font-size: 0.76rem; color: var(--faint); margin: 0; white-space: nowrap; }
 .ag .tile dd { margin: 0; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; line-height: 1.4; }
 .ag .tile.wide dd { font-size: 1.75rem; line-height: 1.25; }
-.ag .tile p { font-size: 0.74rem; color: var(--faint); line-height: 1.3; min-height: 1.3em; }
+.ag .tile p { font-size: 0.74rem; color: var(--faint); line-height: 1.3; min-height: 1.3em; white-space: nowrap; }
 .ag .note { min-height: 3.9em; margin: 0.4rem 0 0; font-size: 0.76rem; line-height: 1.3; color: var(--faint); }
 
 .ag .strip { display: block; width: 100%; height: 64px; border-bottom: 1px solid var(--line); }
@@ -244,8 +244,8 @@ def _bar(slot: int, height: float, deepest: int, style: str) -> str:
 def figures(answer: Answer | None) -> str:
     told = answer.figures if answer else None
     plain = told.plain if told else None
-    drafted = f"{told.accepted} of {told.drafted} drafted tokens" if told else "of drafted tokens"
-    forwards = f"{told.forwards} forwards for {told.tokens} tokens" if told else "forwards for tokens"
+    drafted = f"{told.accepted} of {told.drafted} drafted" if told else "of drafted tokens"
+    forwards = f"{told.tokens} tokens, {told.forwards} forwards" if told else "tokens, forwards"
     return (
         '<div class="ag"><dl class="tiles">'
         '<div class="tile wide"><div>'
@@ -278,7 +278,7 @@ def _entry(name: str, value: str, note: str) -> str:
 def _progress(answer: Answer | None) -> str:
     if answer is None:
         return "after the first token"
-    doing = {"running": "so far", "measuring": "now measuring plain decoding", "stopped": "stopped", "done": "done"}[answer.state]
+    doing = {"running": "so far", "measuring": "measuring plain", "stopped": "stopped", "done": "done"}[answer.state]
     return f"{len(answer.ids)} tokens, {doing}"
 
 
