@@ -122,6 +122,7 @@ footer:not(.ag footer) { display: none !important; }
   .ag .lane .scroll { height: 11rem; }
   .ag .facts th { width: 6.5rem; }
   .ag .tile dd { font-size: 1.1rem; }
+  .ag .tile p { white-space: normal; }
 }
 """
 
