@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import carray, njit, prange, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -19,6 +19,8 @@ LANES = 8
 OUTPUTS, TOKENS = 3, 4
 """Rows of the weight that meet so many tokens at once: of the 16 registers that AVX2 has, 12 for the sums, 3 for the weight, 1 for a token.
 It is written in vectors, since a compiler that makes them by itself needs more registers and moves sums about."""
+BLOCKS = 2
+"""Times as many rows are what a thread takes at once."""
 LINE = 64
 """Bytes that come from memory at once."""
 NAN = np.uint16(0x7FC0)
@@ -37,14 +39,15 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data))) == 0
 
 
-def compiled(function: Any = None, **options: Any) -> Any:
-    """`njit`, with the result kept on disk where numba finds a place for it."""
+def compiled(function: Any = None, signature: Any = None, **options: Any) -> Any:
+    """`njit`, or `cfunc` for a C function's signature, with the result kept on disk where numba finds a place for it."""
     if function is None:
         return partial(compiled, **options)
+    compile = njit if signature is None else partial(cfunc, signature)
     try:
-        return njit(cache=True, **options)(function)
+        return compile(cache=True, **options)(function)
     except RuntimeError:
-        return njit(**options)(function)
+        return compile(**options)(function)
 
 
 @intrinsic
@@ -178,39 +181,63 @@ _dots_1, _dots_2, _dots_4, _dots_4_more = _dots(1, True), _dots(2, True), _dots(
 
 
 @njit(nogil=True, inline="always")
+def _widen(dtype: Any, job: Any) -> None:
+    inputs, tokens = job[7], job[8]
+    x, wide = carray(pointer(job[2]), (tokens, inputs), dtype), carray(pointer(job[3]), (tokens + TOKENS, inputs), np.float32)
+    for m in range(tokens):
+        for k in range(inputs):
+            wide[m, k] = _widened(x[m, k])
+    for m in range(tokens, (tokens + TOKENS - 1) // TOKENS * TOKENS):
+        wide[m] = 0
+
+
+@njit(nogil=True, inline="always")
 def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
     tokens = len(sums) // OUTPUTS
     for j in range(OUTPUTS):
         more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
-        for i in range(tokens):
+        for i in range(min(tokens, out.shape[0] - m)):
             out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
 
 
-@njit(parallel=True, nogil=True)
-def _multiply(dtype: Any, weight: Any, x: Any, bias: Any, out: Any) -> None:
-    (tokens, inputs), outputs, size = x.shape, out.shape[1], x.itemsize
-    wide = np.zeros((out.shape[0], inputs), np.float32)
-    for m in range(tokens):
-        for k in range(inputs):
-            wide[m, k] = _widened(x[m, k])
+@intrinsic
+def _take(typing_context: Any, counter: Any, number: Any) -> Any:
+    """The next `number` of what the threads share, by the address of what counts them: from where on they are this thread's."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        counter, number = arguments
+        return builder.atomic_rmw("add", builder.inttoptr(counter, ir.IntType(64).as_pointer()), number, "monotonic")
+
+    return types.int64(types.int64, types.int64), code
+
+
+@njit(nogil=True, inline="always")
+def _multiply(dtype: Any, job: Any) -> None:
+    weight, x, biases, to, outputs, inputs, tokens = job[1], job[3], job[4], job[5], job[6], job[7], job[8]
+    bias = carray(pointer(biases), outputs if biases else 0, dtype)
+    out = carray(pointer(to), (tokens, outputs), dtype)
+    size, row = out.itemsize, 4 * inputs
     in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
     # The next rows are called for by halves where two passes or more go over these.
     step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
-    for block in prange((outputs + OUTPUTS - 1) // OUTPUTS):
-        texts, row = wide.ctypes.data, 4 * inputs  # asked for in here: outside, the array would be freed too early
-        n = min(block * OUTPUTS, outputs - OUTPUTS)
-        rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
-        middle = ahead + step * (inputs // LANES)
-        for m in range(0, in_fours, TOKENS):
-            if m <= TOKENS:
-                _write(_dots_4(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
-            else:
-                _write(_dots_4_more(dtype, rows, texts + m * row, inputs, ahead, step), bias, out, m, n)
-        m = in_fours
-        if tokens - m == 1:
-            _write(_dots_1(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
-        elif tokens - m == 2:
-            _write(_dots_2(dtype, rows, texts + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+    while True:
+        start = _take(job.ctypes.data, OUTPUTS * BLOCKS)
+        if start >= outputs:
+            break
+        for begin in range(start, min(start + OUTPUTS * BLOCKS, outputs), OUTPUTS):
+            n = min(begin, outputs - OUTPUTS)
+            rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
+            middle = ahead + step * (inputs // LANES)
+            for m in range(0, in_fours, TOKENS):
+                if m <= TOKENS:
+                    _write(_dots_4(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+                else:
+                    _write(_dots_4_more(dtype, rows, x + m * row, inputs, ahead, step), bias, out, m, n)
+            m = in_fours
+            if tokens - m == 1:
+                _write(_dots_1(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+            elif tokens - m == 2:
+                _write(_dots_2(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
 def _instruct(builder: Any, name: str, *values: Any) -> None:
@@ -243,90 +270,173 @@ def _release_tiles(typing_context: Any) -> Any:
 
 
 @intrinsic
-def _multiply_tile(typing_context: Any, weight: Any, row: Any, texts: Any, steps: Any, sums: Any) -> Any:
-    """`TILE` rows of a weight, `row` bytes each, times as many tokens, in so many steps of a tile each; all by address."""
+def _room(typing_context: Any) -> Any:
+    """The address of `TILE` lines on this thread's stack."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight, row, texts, steps, sums = arguments
+        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), TILE * LINE))
+        room.align = LINE
+        return builder.ptrtoint(room, ir.IntType(64))
+
+    return types.int64(), code
+
+
+@intrinsic
+def _multiply_tile(typing_context: Any, weight: Any, weight_row: Any, texts: Any, text_row: Any, steps: Any, sums: Any) -> Any:
+    """`TILE` rows of a weight times as many tokens or fewer, in so many steps of a tile each; addresses, and bytes from row to row."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight, weight_row, texts, text_row, steps, sums = arguments
         i8, i64 = ir.IntType(8), ir.IntType(64)
         _instruct(builder, "tilezero", i8(SUMS))
         before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
         builder.branch(loop)
         builder.position_at_end(loop)
-        step = builder.phi(i64)
-        of_weight, of_texts = (
-            _at(builder, builder.add(start, builder.mul(step, i64(size)))) for start, size in ((weight, LINE), (texts, TILE * LINE))
-        )
-        _instruct(builder, "tileloadd64", i8(WEIGHTS), of_weight, row)
-        _instruct(builder, "tileloadd64", i8(TEXTS), of_texts, i64(LINE))
+        step, of_weight, of_texts = (builder.phi(i64) for _ in range(3))
+        _instruct(builder, "tileloadd64", i8(WEIGHTS), _at(builder, of_weight), weight_row)
+        _instruct(builder, "tileloadd64", i8(TEXTS), _at(builder, of_texts), text_row)
         _instruct(builder, "tdpbf16ps", i8(SUMS), i8(WEIGHTS), i8(TEXTS))
         next_step = builder.add(step, i64(1))
-        step.add_incoming(i64(0), before)
-        step.add_incoming(next_step, loop)
+        for phi, first, then in [
+            (step, i64(0), next_step),
+            (of_weight, weight, builder.add(of_weight, i64(LINE))),
+            (of_texts, texts, builder.add(of_texts, builder.mul(text_row, i64(TILE)))),
+        ]:
+            phi.add_incoming(first, before)
+            phi.add_incoming(then, loop)
         builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
         builder.position_at_end(after)
         _instruct(builder, "tilestored64", i8(SUMS), _at(builder, sums), i64(LINE))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), code
+    return types.void(*[types.int64] * 6), code
 
 
-@njit(parallel=True, nogil=True)
-def _multiply_in_tiles(weight: Any, x: Any, bias: Any, out: Any) -> None:
-    (tokens, inputs), outputs = x.shape, out.shape[1]
-    tiles, steps = (tokens + TILE - 1) // TILE, inputs // (2 * TILE)
-    pairs = np.zeros((tiles, inputs // 2, TILE, 2), np.uint16)
-    for m in range(tokens):
-        for k in range(inputs):
-            pairs[m // TILE, k // 2, m % TILE, k % 2] = x[m, k]
-    shapes = np.zeros(LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
-    shapes[0] = 1
-    for tile in (SUMS, WEIGHTS, TEXTS):
-        shapes[16 + 2 * tile], shapes[48 + tile] = LINE, TILE
-    for block in prange((outputs + TILE - 1) // TILE):
-        n = min(block * TILE, outputs - TILE)
-        sums = np.empty((TILE, TILE), np.float32)
-        _use_tiles(shapes.ctypes.data)
-        for tile in range(tiles):
-            texts = pairs.ctypes.data + tile * steps * TILE * LINE
-            _multiply_tile(weight + n * inputs * 2, inputs * 2, texts, steps, sums.ctypes.data)
-            for m in range(tile * TILE, min(tokens, (tile + 1) * TILE)):
-                for j in range(TILE):
-                    more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
-                    out[m, n + j] = _stored(sums[j, m % TILE] + more, out[0, 0])
-        _release_tiles()
+@intrinsic
+def _write_tile(typing_context: Any, sums: Any, column: Any, bias: Any, out: Any) -> Any:
+    """A column of the sums, and of the bias if there is one, rounded to bfloat16 and put where they belong; addresses, and which column."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, column, bias, out = arguments
+        i1, i16, i32, i64, single = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+        halves, words, floats, bits = (ir.VectorType(kind, TILE) for kind in (i16, i32, single, i1))
+
+        def all_of(kind: Any, number: Any) -> Any:
+            return ir.Constant(kind, [number] * TILE)
+
+        def address(start: Any, kind: Any) -> Any:
+            return builder.inttoptr(start, kind.as_pointer())
+
+        first = builder.add(sums, builder.mul(column, i64(4)))
+        numbers = ir.Constant(floats, ir.Undefined)
+        for row in range(TILE):
+            number = builder.load(address(builder.add(first, i64(row * LINE)), single))
+            numbers = builder.insert_element(numbers, number, i32(row))
+        with builder.if_else(builder.icmp_unsigned("!=", bias, i64(0))) as (with_bias, without):
+            with with_bias:
+                more = builder.zext(builder.load(address(bias, halves), align=2), words)
+                more = builder.bitcast(builder.shl(more, all_of(words, 16)), floats)
+                added, where_added = builder.fadd(numbers, more), builder.block
+            with without:
+                where_not = builder.block
+        total = builder.phi(floats)
+        total.add_incoming(added, where_added)
+        total.add_incoming(numbers, where_not)
+        whole = builder.bitcast(total, words)
+        even = builder.and_(builder.lshr(whole, all_of(words, 16)), all_of(words, 1))
+        rounded = builder.lshr(builder.add(builder.add(whole, all_of(words, 0x7FFF)), even), all_of(words, 16))
+        rounded = builder.select(builder.fcmp_unordered("uno", total, total), all_of(words, int(NAN)), rounded)
+        builder.store(builder.trunc(rounded, halves), address(out, halves), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), code
 
 
 @njit(nogil=True, inline="always")
-def _product(dtype: Any, weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
-    given = carray(pointer(x), (tokens, inputs), dtype)
-    added = carray(pointer(bias), (outputs if bias else 0,), dtype)
-    padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
-    _multiply(dtype, weight, given, added, carray(pointer(out), (padded, outputs), dtype))
+def _multiply_in_tiles(job: Any) -> None:
+    weight, x, bias, out, outputs, inputs, tokens = job[1], job[3], job[4], job[5], job[6], job[7], job[8]
+    at_once, sums = min(tokens, TILE), _room()
+    shapes = carray(pointer(_room()), LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
+    shapes[:] = 0
+    shapes[0] = 1
+    for tile in (SUMS, WEIGHTS, TEXTS):
+        shapes[16 + 2 * tile], shapes[48 + tile] = LINE if tile == WEIGHTS else 4 * at_once, TILE
+    _use_tiles(shapes.ctypes.data)
+    while True:
+        start = _take(job.ctypes.data, TILE * BLOCKS)
+        if start >= outputs:
+            break
+        for begin in range(start, min(start + TILE * BLOCKS, outputs), TILE):
+            n = min(begin, outputs - TILE)
+            for first in range(0, tokens, TILE):
+                m = min(first, tokens - at_once)
+                _multiply_tile(weight + n * inputs * 2, inputs * 2, x + m * 4, tokens * 4, inputs // (2 * TILE), sums)
+                for i in range(at_once):
+                    _write_tile(sums, i, bias + n * 2 if bias else 0, out + ((m + i) * outputs + n) * 2)
+    _release_tiles()
 
 
-# Functions with one signature each, and only they are kept on disk: processes that compile at once can't mix up each other's files.
-@compiled(nogil=True)
-def multiply_float32(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
-    """
-    `out = x @ weight.T + bias`, each number of the weight read once; sums are in float32.
-
-    Args:
-        weight, x, bias, out: addresses of contiguous `(outputs, inputs)`, `(tokens, inputs)`, `(outputs,)` and `(padded, outputs)`
-            numbers, `padded` being the next multiple of `TOKENS`. No bias if its address is 0. At least `OUTPUTS` outputs, and a multiple
-            of `LANES` inputs.
-    """
-    _product(np.float32, weight, x, bias, out, outputs, inputs, tokens)
+# What stands before and in a parallel region, for each kind of numbers; the threads of one run the same, and each takes the next rows of
+# the weight until none are left. A job: nine numbers. The first is 0, to count with; then, by address, contiguous weight
+# `(outputs, inputs)`, `x` `(tokens, inputs)`, room for it as the kernel takes it, bias `(outputs,)`, or 0 for none, and the result
+# `(tokens, outputs)`; then `outputs`, `inputs` and `tokens`.
+JOB = 9
 
 
-@compiled(nogil=True)
-def multiply_bfloat16(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
-    """The same for bfloat16."""
-    _product(np.uint16, weight, x, bias, out, outputs, inputs, tokens)
+def _arrange_float32(job: Any) -> None:
+    """As it is, and a multiple of `TOKENS`."""
+    _widen(np.float32, carray(job, JOB, np.int64))
 
 
-@compiled(nogil=True)
-def multiply_in_tiles(weight: Any, x: Any, bias: Any, out: Any, outputs: Any, inputs: Any, tokens: Any) -> None:
-    """The same for bfloat16 where the CPU `has_tiles`, `out` of `(tokens, outputs)`: at least `TILE` outputs, a multiple of 32 inputs."""
-    given, added = carray(pointer(x), (tokens, inputs), np.uint16), carray(pointer(bias), (outputs if bias else 0,), np.uint16)
-    _multiply_in_tiles(weight, given, added, carray(pointer(out), (tokens, outputs), np.uint16))
+def _multiply_float32(job: Any) -> None:
+    """At least `OUTPUTS` outputs, a multiple of `LANES` inputs."""
+    _multiply(np.float32, carray(job, JOB, np.int64))
+
+
+def _arrange_bfloat16(job: Any) -> None:
+    """As float32 numbers, and a multiple of `TOKENS`."""
+    _widen(np.uint16, carray(job, JOB, np.int64))
+
+
+def _multiply_bfloat16(job: Any) -> None:
+    """At least `OUTPUTS` outputs, a multiple of `LANES` inputs."""
+    _multiply(np.uint16, carray(job, JOB, np.int64))
+
+
+def _arrange_tiles(job: Any) -> None:
+    """Pairs of inputs by tokens."""
+    numbers = carray(job, JOB, np.int64)
+    inputs, tokens = numbers[7], numbers[8]
+    x, pairs = carray(pointer(numbers[2]), (tokens, inputs // 2), np.uint32), carray(pointer(numbers[3]), (inputs // 2, tokens), np.uint32)
+    for k in range(inputs // 2):
+        for m in range(tokens):
+            pairs[k, m] = x[m, k]
+
+
+def _multiply_tiles(job: Any) -> None:
+    """bfloat16 where the CPU `has_tiles`: at least `TILE` outputs, a multiple of 32 inputs."""
+    _multiply_in_tiles(carray(job, JOB, np.int64))
+
+
+class Kernel(NamedTuple):
+    """`arrange` takes a job's address; `body` is that of a parallel region's body, which takes it, too."""
+
+    arrange: Any
+    body: int
+
+
+@cache
+def kernel(kind: str) -> Kernel:
+    """Compiled for `"float32"`, `"bfloat16"`, or, in `"tiles"`, the latter."""
+    arrange, body = {
+        "float32": (_arrange_float32, _multiply_float32),
+        "bfloat16": (_arrange_bfloat16, _multiply_bfloat16),
+        "tiles": (_arrange_tiles, _multiply_tiles),
+    }[kind]
+    return Kernel(_as_c(arrange).ctypes, _as_c(body).address)
+
+
+@cache
+def _as_c(function: Any) -> Any:
+    """Kept for as long as the process runs: its code may be in use."""
+    return compiled(function, types.void(types.voidptr))

@@ -9,6 +9,7 @@ is measured, for the model's own shape of weights, once in a process.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import statistics
@@ -16,11 +17,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -42,14 +44,15 @@ MIN_WORK = 2 * 10**10
 """Products of two numbers that repay the seconds that getting ready takes, once in a process; calls add up."""
 MEASURED = 1 << 24
 """Numbers in the weights of a measurement, more than most processors' caches hold."""
-OPERATIONS = 10
-"""Calls of torch for each of a model's linear layers (2,142 for the 211 of a Llama of 30 layers)."""
 ROUNDS = 3
 """Times that both ways are measured in turn; the median counts."""
-MARGIN = 1.15
+MARGIN = 1.1
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact."""
 
+_Job = ctypes.c_int64 * 9
 _lock = threading.Lock()
+_here = threading.local()
+"""This thread's: `entered`, and `scratch` for its products."""
 _quick: dict[tuple[Any, ...], list[int]] = {}
 """By type, shape and number of threads: which of `SAMPLES` our own product is quicker for."""
 _asked: Counter[tuple[Any, ...]] = Counter()
@@ -82,7 +85,7 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
         if key not in _quick and _asked[key] >= MIN_WORK and _is_usable():
             _quick[key] = [sample for sample in SAMPLES if speed_up(model.dtype, outputs, inputs, sample) >= MARGIN]
         quick = _quick.get(key)
-    return QuickProducts([SAMPLES[sample] for sample in quick]) if quick else None
+    return QuickProducts(_layers(model), [SAMPLES[sample] for sample in quick]) if quick else None
 
 
 def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
@@ -92,8 +95,13 @@ def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
     if model.device.type == "cpu" and model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         products = quick_products(model, tokens) if _work(model, tokens) >= MIN_WORK else None
         if products is not None and products.pays(AT_ONCE):
-            return QuickProducts([(2, 1 << 30)]).over(tokens)
+            return QuickProducts(_layers(model), [(2, 1 << 30)]).over(tokens)
     return nullcontext()
+
+
+def _layers(model: Any) -> list[torch.nn.Linear]:
+    """Whose forward is the usual one."""
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward]
 
 
 def _weights(model: Any) -> Iterator[Any]:
@@ -123,37 +131,72 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
-class QuickProducts(TorchFunctionMode):
+class QuickProducts:
     """
-    While it is entered, this thread's linear layers go by `product` where that is quicker. The model stays as it is.
+    While it is entered, these linear layers go by `product` in this thread where that is quicker. The model is left as it was.
 
     Args:
+        layers (`Sequence[torch.nn.Linear]`): the layers.
         ranges (`Sequence[tuple[int, int]]`): from how many tokens to how many it is.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]]):
-        super().__init__()
+    def __init__(self, layers: Sequence[torch.nn.Linear], ranges: Sequence[tuple[int, int]]):
+        self._layers = [(layer.__dict__, _Forward(layer)) for layer in layers if _is_big(layer.weight)]
         self._ranges = ranges
 
     def pays(self, tokens: int) -> bool:
         return any(low <= tokens <= high for low, high in self._ranges)
 
     def over(self, tokens: int) -> AbstractContextManager[Any]:
-        """For a forward over so many tokens. Not where somebody else's mode is to see the linear layers."""
+        """For a forward over so many tokens. Not where somebody's mode is to see the linear layers."""
         others = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
         return self if self.pays(tokens) and not others and _get_current_dispatch_mode() is None else nullcontext()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.linear and not kwargs and self._takes(*args):
-            return product(*args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        with _lock:
+            for attributes, forward in self._layers:
+                there = attributes.setdefault("forward", forward)
+                if type(there) is _Forward:  # and not what somebody else has put there
+                    there.users += 1
+        _here.entered = [*getattr(_here, "entered", ()), self]
 
-    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
-        if not _is_big(weight) or not _is_plain(x) or x.dtype != weight.dtype or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            return False
-        fits = bias is None or (_is_plain(bias) and bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous())
-        watched = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        return fits and not watched and self.pays(x.numel() // weight.shape[1])
+    def __exit__(self, *raised: object) -> None:
+        _here.entered = _here.entered[:-1]
+        with _lock:
+            for attributes, _ in self._layers:
+                there = attributes.get("forward")
+                if type(there) is _Forward:
+                    there.users -= 1
+                    if not there.users:
+                        del attributes["forward"]
+
+
+class _Forward:
+    """
+    In place of a linear layer's `forward` while a thread has entered `QuickProducts`. Each product streams a weight through the caches,
+    so that what stands between two of them runs from memory: few steps, and few of torch's.
+    """
+
+    def __init__(self, layer: torch.nn.Linear):
+        self.users = 0
+        self._parameters = layer._parameters
+        self._weight, self._bias = weight, bias = layer.weight, layer.bias
+        self._address, self._dtype, self._inputs = weight.data_ptr(), weight.dtype, weight.shape[1]
+        self._fits = bias is None or (
+            _is_plain(bias) and bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()
+        )
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        entered = getattr(_here, "entered", None)
+        as_before = weight is self._weight and bias is self._bias and weight.data_ptr() == self._address
+        if entered and as_before and self._takes(input) and entered[-1].pays(input.numel() // self._inputs):
+            return product(input, weight, bias)
+        return torch.nn.functional.linear(input, weight, bias)
+
+    def _takes(self, x: Any) -> bool:
+        fits = self._fits and _is_plain(x) and x.dtype == self._dtype and x.dim() > 0 and x.shape[-1] == self._inputs
+        return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,73 +211,83 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     Returns:
         `torch.Tensor` of shape `(…, outputs)`.
     """
-    import numba
+    outputs, inputs = weight.shape
+    x = x if x.is_contiguous() else x.contiguous()
+    out = x.new_empty((*x.shape[:-1], outputs))
+    kernel, tokens, size = _kernel(x.dtype, outputs, inputs), x.numel() // inputs, x.itemsize
+    from_, to, added = x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+    for start in range(0, tokens, AT_ONCE):
+        part = min(AT_ONCE, tokens - start)
+        job = _Job(
+            0, weight.data_ptr(), from_ + start * inputs * size, _scratch(inputs), added, to + start * outputs * size, outputs, inputs, part
+        )
+        address = ctypes.addressof(job)
+        kernel.arrange(address)
+        _run_parallel()(kernel.body, address, torch.get_num_threads(), 0)
+    return out
 
-    from . import kernels
 
-    (outputs, inputs), x = weight.shape, x.contiguous()
-    tokens = x.numel() // inputs
-    out = x.new_empty(-(-tokens // kernels.TOKENS) * kernels.TOKENS, outputs)
-    multiply = kernels.multiply_bfloat16 if x.dtype == torch.bfloat16 else kernels.multiply_float32
-    if x.dtype == torch.bfloat16 and outputs >= kernels.TILE and inputs % (2 * kernels.TILE) == 0 and kernels.has_tiles():
-        multiply = kernels.multiply_in_tiles
-    added = bias.data_ptr() if bias is not None else 0
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    try:
-        for start in range(0, tokens, AT_ONCE):
-            from_, to = x.data_ptr() + start * inputs * x.itemsize, out.data_ptr() + start * outputs * x.itemsize
-            multiply(weight.data_ptr(), from_, added, to, outputs, inputs, min(AT_ONCE, tokens - start))
-    finally:
-        numba.set_num_threads(before)
-    return out[:tokens].view(*x.shape[:-1], outputs)
+@cache
+def _kernel(dtype: torch.dtype, outputs: int, inputs: int) -> Any:
+    from . import kernels  # numba takes a second
+
+    fits_tiles = dtype == torch.bfloat16 and outputs >= kernels.TILE and inputs % (2 * kernels.TILE) == 0
+    return kernels.kernel("tiles" if fits_tiles and kernels.has_tiles() else str(dtype).removeprefix("torch."))
+
+
+def _scratch(inputs: int) -> int:
+    """The address of this thread's room for `AT_ONCE` tokens of float32 numbers."""
+    scratch = getattr(_here, "scratch", None)
+    if scratch is None or len(scratch) < AT_ONCE * inputs:
+        scratch = _here.scratch = torch.empty(AT_ONCE * inputs, dtype=torch.float32, device="cpu")
+    return scratch.data_ptr()
+
+
+@cache
+def _run_parallel() -> Any:
+    """OpenMP as torch uses it: its threads are awake from torch's own work, and others would be in their way."""
+    run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return run
 
 
 def _is_usable() -> bool:
-    """Whether the kernel runs here. Compiles it on a machine's first time."""
-    threads = torch.get_num_threads()
+    """Whether the kernels run here. Compiles them on a machine's first time."""
     try:
-        import numba
-
-        numba.get_num_threads()  # starts the threads
-        if numba.threading_layer() == "workqueue":  # which ends the process if two threads are in it
-            _ruled_out.set()
-        else:
-            for dtype in DTYPES:
-                x = torch.ones(2, 32, dtype=dtype, device="cpu")
-                product(x, x.new_ones(16, 32))
+        _run_parallel()
+    except (OSError, AttributeError):  # another kind of threads
+        _ruled_out.set()
+        return False
+    try:
+        for dtype in DTYPES:
+            x = torch.ones(2, 32, dtype=dtype, device="cpu")
+            product(x, x.new_ones(16, 32))
     except Exception:
         logger.warning("Linear layers go by torch's own way: the kernel that may be quicker doesn't run here.", exc_info=True)
         _ruled_out.set()
-    if torch.get_num_threads() != threads:  # numba's threads may be those of torch
-        torch.set_num_threads(threads)
     return not _ruled_out.is_set()
 
 
 def speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:
-    """
-    How many times as quick as by torch a linear layer over so many tokens is, together with the operations between two of them, which
-    the detour slows down.
-    """
+    """How many times as quick as by torch a linear layer over so many tokens is."""
     outputs = max(3, min(outputs, MEASURED // inputs))
     copies = -(-MEASURED // (outputs * inputs)) if tokens < AT_ONCE else 1
-    weights = [torch.ones(outputs, inputs, dtype=dtype, device="cpu") for _ in range(copies)]
-    x = weights[0].new_ones(tokens, inputs)
-    little, wide = x.new_ones(8), x.new_ones(1 << 16)
-
-    def seconds() -> float:
-        before = perf_counter()
-        for weight in weights:
-            torch.nn.functional.linear(x, weight)
-            for _ in range(OPERATIONS):
-                torch.neg(little)
-            torch.neg(wide)  # in torch's own threads, which are others than the kernel's
-        return perf_counter() - before
-
     theirs, ours = [], []
     with torch.no_grad():
+        layers = [torch.nn.utils.skip_init(torch.nn.Linear, inputs, outputs, bias=False, dtype=dtype, device="cpu") for _ in range(copies)]
+        for layer in layers:
+            layer.weight.fill_(1.0)
+        x = layers[0].weight.new_ones(tokens, inputs)
+        products = QuickProducts(layers, [(tokens, tokens)])
+
+        def seconds() -> float:
+            before = perf_counter()
+            for layer in layers:
+                layer(x)
+            return perf_counter() - before
+
         for _ in range(ROUNDS):
             theirs.append(seconds())
-            with QuickProducts([(tokens, tokens)]):
+            with products:
                 ours.append(seconds())
     return statistics.median(torchs / own for torchs, own in zip(theirs, ours, strict=True))

@@ -116,17 +116,64 @@ def test_only_this_thread_and_only_while_entered(eager):
         with torch.no_grad():
             layer(x)
 
-    mode = linear.QuickProducts([(4, 4)])
-    with mode.over(4):
+    products, others = linear.QuickProducts([layer], [(4, 4)]), linear.QuickProducts([layer], [(4, 4)])
+    with products.over(4):
         run()
         assert eager == [4]
         other = threading.Thread(target=run)
         other.start()
         other.join()
-    run()
-    with mode.over(5):
+        with others.over(4):  # another call's
+            run()
         run()
-    assert eager == [4]
+        assert eager == [4, 4, 4]
+    run()
+    with products.over(5):
+        run()
+    assert eager == [4, 4, 4]
+    assert "forward" not in layer.__dict__
+
+
+def test_whoever_leaves_last_takes_it_back(eager):
+    layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
+    entered, left = threading.Event(), threading.Event()
+
+    def stay():
+        with linear.QuickProducts([layer], [(4, 4)]):
+            entered.set()
+            left.wait()
+            with torch.no_grad():
+                layer(x)
+
+    other = threading.Thread(target=stay)
+    with linear.QuickProducts([layer], [(4, 4)]):
+        other.start()
+        entered.wait()
+    assert "forward" in layer.__dict__
+    left.set()
+    other.join()
+    assert eager == [4] and "forward" not in layer.__dict__
+
+
+def test_what_somebody_else_put_in_the_way_stays(eager):
+    """accelerate's hooks do, for one: they bring the weights."""
+    layer, x, seen = torch.nn.Linear(32, 16), torch.randn(4, 32), []
+    layer.forward = lambda input: seen.append(1) or torch.nn.Linear.forward(layer, input)
+    theirs = layer.forward
+    with torch.no_grad(), linear.QuickProducts([layer], [(4, 4)]):
+        layer(x)
+    assert seen == [1] and eager == [] and layer.forward is theirs
+
+
+def test_weights_that_are_exchanged_meanwhile(eager):
+    layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
+    with torch.no_grad(), linear.QuickProducts([layer], [(4, 4)]):
+        layer.weight.data = torch.zeros(16, 32)
+        assert torch.equal(layer(x), layer.bias.expand(4, 16))
+        layer.weight = torch.nn.Parameter(torch.zeros(8, 32))
+        layer.bias = None
+        assert torch.equal(layer(x), torch.zeros(4, 8))
+    assert eager == []
 
 
 def test_other_modes_see_the_linear_layers(eager):
@@ -137,16 +184,28 @@ def test_other_modes_see_the_linear_layers(eager):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
+    products = linear.QuickProducts([torch.nn.Linear(32, 16)], [(4, 4)])
     with Watch():
-        assert not isinstance(linear.QuickProducts([(4, 4)]).over(4), linear.QuickProducts)
+        assert not isinstance(products.over(4), linear.QuickProducts)
     with torch.device("cpu"):
-        assert isinstance(linear.QuickProducts([(4, 4)]).over(4), linear.QuickProducts)
+        assert isinstance(products.over(4), linear.QuickProducts)
 
 
 def test_what_is_left_to_torch(eager):
     """Whatever the kernel's addresses don't fit, torch says what it is, or that it is wrong."""
     x, weight, bias = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
-    products = linear.QuickProducts([(1, 64)])
+
+    def layer_of(weight, bias=None):
+        layer = torch.nn.Linear(2, 2)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.bias = torch.nn.Parameter(bias, requires_grad=False) if bias is not None else None
+        return layer
+
+    def by_products(x, weight, bias=None):
+        layer = layer_of(weight, bias)
+        with linear.QuickProducts([layer], [(1, 64)]):
+            return layer(x)
+
     linear_ = torch.nn.functional.linear
     cases = [
         (x.double(), weight.double(), None),  # no type of the kernel's
@@ -160,18 +219,16 @@ def test_what_is_left_to_torch(eager):
     ]
     for case in cases:
         with torch.no_grad():
-            expected = linear_(*case)
-            with products:
-                assert torch.equal(linear_(*case), expected)
+            assert torch.equal(by_products(*case), linear_(*case))
     assert eager == []
-    with torch.no_grad(), products, pytest.raises(RuntimeError):
-        linear_(torch.randn(1, 48), weight)
-    with torch.no_grad(), products, torch.autocast("cpu", torch.bfloat16):
-        assert linear_(x, weight).dtype == torch.bfloat16
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        by_products(torch.randn(1, 48), weight)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert by_products(x, weight).dtype == torch.bfloat16
     assert eager == []
-    with torch.no_grad(), products:
-        torch.testing.assert_close(linear_(x.t().contiguous().t(), weight, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(linear_(x[1], weight, bias), weight @ x[1] + bias, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(by_products(x.t().contiguous().t(), weight, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_products(x[1], weight, bias), weight @ x[1] + bias, rtol=1e-5, atol=1e-5)
     assert eager == [4, 1]
 
 
@@ -199,7 +256,7 @@ def test_in_turn_with_torchs_own():
 
 def test_torchs_own_way_where_gradients_are_wanted(eager):
     layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
-    with torch.enable_grad(), linear.QuickProducts([(4, 4)]):
+    with torch.enable_grad(), linear.QuickProducts([layer], [(4, 4)]):
         layer(x).sum().backward()
     assert eager == [] and layer.weight.grad is not None
 
