@@ -51,6 +51,7 @@ MARGIN = 1.1
 
 _Job = ctypes.c_int64 * 9
 _lock = threading.Lock()
+_layers_lock = threading.Lock()
 _here = threading.local()
 """This thread's: `entered`, and `scratch` for its products."""
 _quick: dict[tuple[Any, ...], list[int]] = {}
@@ -153,7 +154,7 @@ class QuickProducts:
         return self if self.pays(tokens) and not others and _get_current_dispatch_mode() is None else nullcontext()
 
     def __enter__(self) -> None:
-        with _lock:
+        with _layers_lock:
             for attributes, forward in self._layers:
                 there = attributes.setdefault("forward", forward)
                 if type(there) is _Forward:  # and not what somebody else has put there
@@ -162,7 +163,7 @@ class QuickProducts:
 
     def __exit__(self, *raised: object) -> None:
         _here.entered = _here.entered[:-1]
-        with _lock:
+        with _layers_lock:
             for attributes, _ in self._layers:
                 there = attributes.get("forward")
                 if type(there) is _Forward:

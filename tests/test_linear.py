@@ -326,8 +326,15 @@ def test_measured_once_and_not_for_a_few_tokens(eager, monkeypatch):
     assert linear.quick_products(other, 25) is not None  # calls add up
 
 
-def test_measurement():
+def test_measurement(monkeypatch):
     assert 0 < linear.speed_up(torch.float32, 700, 600, 4) < 1000
+    model = build(dtype=torch.float32)
+    monkeypatch.setattr(linear, "_quick", {})
+    monkeypatch.setattr(linear, "MIN_WEIGHT", 1)
+    monkeypatch.setattr(linear, "MIN_WORK", 0)
+    monkeypatch.setattr(linear, "MARGIN", 0.0)
+    products = linear.quick_products(model, 1)
+    assert all(products.pays(low) and products.pays(high) for low, high in linear.SAMPLES.values())
 
 
 def test_a_kernel_that_does_not_run_is_no_fault_of_the_call(eager, monkeypatch, caplog):
