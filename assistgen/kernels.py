@@ -19,8 +19,8 @@ LANES = 8
 OUTPUTS, TOKENS = 3, 4
 """Rows of the weight that meet so many tokens at once: of the 16 registers that AVX2 has, 12 for the sums, 3 for the weight, 1 for a token.
 It is written in vectors, since a compiler that makes them by itself needs more registers and moves sums about."""
-BLOCKS = 2
-"""Times as many rows are what a thread takes at once."""
+PARTS = 64
+"""Into about so many parts a weight is divided; each thread takes the next."""
 LINE = 64
 """Bytes that come from memory at once."""
 NAN = np.uint16(0x7FC0)
@@ -196,8 +196,9 @@ def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
     tokens = len(sums) // OUTPUTS
     for j in range(OUTPUTS):
         more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
-        for i in range(min(tokens, out.shape[0] - m)):
-            out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
+        for i in range(tokens):
+            if m + i < out.shape[0]:
+                out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
 
 
 @intrinsic
@@ -220,11 +221,12 @@ def _multiply(dtype: Any, job: Any) -> None:
     in_fours = (tokens + 1) // TOKENS * TOKENS  # three count as four
     # The next rows are called for by halves where two passes or more go over these.
     step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
+    part = (outputs // PARTS // OUTPUTS + 1) * OUTPUTS
     while True:
-        start = _take(job.ctypes.data, OUTPUTS * BLOCKS)
+        start = _take(job.ctypes.data, part)
         if start >= outputs:
             break
-        for begin in range(start, min(start + OUTPUTS * BLOCKS, outputs), OUTPUTS):
+        for begin in range(start, min(start + part, outputs), OUTPUTS):
             n = min(begin, outputs - OUTPUTS)
             rows, ahead = weight + n * inputs * size, weight + min(n + OUTPUTS, outputs - OUTPUTS) * inputs * size
             middle = ahead + step * (inputs // LANES)
@@ -362,11 +364,12 @@ def _multiply_in_tiles(job: Any) -> None:
     for tile in (SUMS, WEIGHTS, TEXTS):
         shapes[16 + 2 * tile], shapes[48 + tile] = LINE if tile == WEIGHTS else 4 * at_once, TILE
     _use_tiles(shapes.ctypes.data)
+    part = (outputs // PARTS // TILE + 1) * TILE
     while True:
-        start = _take(job.ctypes.data, TILE * BLOCKS)
+        start = _take(job.ctypes.data, part)
         if start >= outputs:
             break
-        for begin in range(start, min(start + TILE * BLOCKS, outputs), TILE):
+        for begin in range(start, min(start + part, outputs), TILE):
             n = min(begin, outputs - TILE)
             for first in range(0, tokens, TILE):
                 m = min(first, tokens - at_once)

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from time import perf_counter
@@ -85,7 +85,7 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
         if key not in _quick and _asked[key] >= MIN_WORK and _is_usable():
             _quick[key] = [sample for sample in SAMPLES if speed_up(model.dtype, outputs, inputs, sample) >= MARGIN]
         quick = _quick.get(key)
-    return QuickProducts(_layers(model), [SAMPLES[sample] for sample in quick]) if quick else None
+    return QuickProducts(model.modules(), [SAMPLES[sample] for sample in quick]) if quick else None
 
 
 def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
@@ -95,13 +95,8 @@ def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
     if model.device.type == "cpu" and model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         products = quick_products(model, tokens) if _work(model, tokens) >= MIN_WORK else None
         if products is not None and products.pays(AT_ONCE):
-            return QuickProducts(_layers(model), [(2, 1 << 30)]).over(tokens)
+            return QuickProducts(model.modules(), [(2, 1 << 30)]).over(tokens)
     return nullcontext()
-
-
-def _layers(model: Any) -> list[torch.nn.Linear]:
-    """Whose forward is the usual one."""
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward]
 
 
 def _weights(model: Any) -> Iterator[Any]:
@@ -114,7 +109,7 @@ def _work(model: Any, tokens: int) -> int:
 
 
 def _is_compiled(model: Any) -> bool:
-    """A compiled forward would be compiled anew for a function mode."""
+    """A compiled forward would be compiled anew where a layer's is exchanged."""
     return any(
         module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
@@ -127,21 +122,28 @@ def _is_big(weight: Any) -> bool:
     return fits and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
 
 
+def _is_usual(module: Any) -> bool:
+    """A linear layer with parameters of its own that are nothing but that, and big."""
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
+        return False
+    return "bias" in module._parameters and _is_big(module._parameters.get("weight"))
+
+
 def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
 class QuickProducts:
     """
-    While it is entered, these linear layers go by `product` in this thread where that is quicker. The model is left as it was.
+    While it is entered, linear layers go by `product` in this thread where that is quicker. The model is left as it was.
 
     Args:
-        layers (`Sequence[torch.nn.Linear]`): the layers.
+        modules (`Iterable[torch.nn.Module]`): the layers, among others.
         ranges (`Sequence[tuple[int, int]]`): from how many tokens to how many it is.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear], ranges: Sequence[tuple[int, int]]):
-        self._layers = [(layer.__dict__, _Forward(layer)) for layer in layers if _is_big(layer.weight)]
+    def __init__(self, modules: Iterable[torch.nn.Module], ranges: Sequence[tuple[int, int]]):
+        self._layers = [(module.__dict__, _Forward(module)) for module in modules if _is_usual(module)]
         self._ranges = ranges
 
     def pays(self, tokens: int) -> bool:
@@ -177,10 +179,10 @@ class _Forward:
     so that what stands between two of them runs from memory: few steps, and few of torch's.
     """
 
-    def __init__(self, layer: torch.nn.Linear):
+    def __init__(self, layer: torch.nn.Module):
         self.users = 0
-        self._parameters = layer._parameters
-        self._weight, self._bias = weight, bias = layer.weight, layer.bias
+        self._parameters: dict[str, Any] = layer._parameters
+        self._weight, self._bias = weight, bias = self._parameters["weight"], self._parameters["bias"]
         self._address, self._dtype, self._inputs = weight.data_ptr(), weight.dtype, weight.shape[1]
         self._fits = bias is None or (
             _is_plain(bias) and bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch.overrides import TorchFunctionMode
 
 import assistgen
@@ -163,6 +164,19 @@ def test_what_somebody_else_put_in_the_way_stays(eager):
     with torch.no_grad(), linear.QuickProducts([layer], [(4, 4)]):
         layer(x)
     assert seen == [1] and eager == [] and layer.forward is theirs
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_is_made_when_asked_for_is_left_to_torch(eager, name):
+    class Negative(torch.nn.Module):
+        def forward(self, tensor):
+            return -tensor
+
+    layer, x = torch.nn.Linear(32, 16), torch.randn(4, 32)
+    torch.nn.utils.parametrize.register_parametrization(layer, name, Negative())
+    with torch.no_grad(), linear.QuickProducts([layer], [(4, 4)]):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert eager == []
 
 
 def test_weights_that_are_exchanged_meanwhile(eager):
