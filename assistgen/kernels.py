@@ -181,17 +181,6 @@ _dots_1, _dots_2, _dots_4, _dots_4_more = _dots(1, True), _dots(2, True), _dots(
 
 
 @njit(nogil=True, inline="always")
-def _widen(dtype: Any, job: Any) -> None:
-    inputs, tokens = job[7], job[8]
-    x, wide = carray(pointer(job[2]), (tokens, inputs), dtype), carray(pointer(job[3]), (tokens + TOKENS, inputs), np.float32)
-    for m in range(tokens):
-        for k in range(inputs):
-            wide[m, k] = _widened(x[m, k])
-    for m in range(tokens, (tokens + TOKENS - 1) // TOKENS * TOKENS):
-        wide[m] = 0
-
-
-@njit(nogil=True, inline="always")
 def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
     tokens = len(sums) // OUTPUTS
     for j in range(OUTPUTS):
@@ -199,6 +188,30 @@ def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
         for i in range(tokens):
             if m + i < out.shape[0]:
                 out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
+
+
+JOB = 9
+"""
+So many numbers say what is to be done. The first is 0: the threads count with it what they have taken. Then, by address, contiguous weight
+`(outputs, inputs)`, `x` `(tokens, inputs)`, room for it as the kernel takes it, bias `(outputs,)`, or 0 for none, and the result `(tokens,
+outputs)`; then `outputs`, `inputs` and `tokens`.
+"""
+
+
+@njit(nogil=True, inline="always")
+def _fields(job: Any) -> Any:
+    return job[1], job[2], job[3], job[4], job[5], job[6], job[7], job[8]
+
+
+@njit(nogil=True, inline="always")
+def _widen(dtype: Any, job: Any) -> None:
+    _, given, room, _, _, _, inputs, tokens = _fields(job)
+    padded = (tokens + TOKENS - 1) // TOKENS * TOKENS
+    x, wide = carray(pointer(given), (tokens, inputs), dtype), carray(pointer(room), (padded, inputs), np.float32)
+    for m in range(tokens):
+        for k in range(inputs):
+            wide[m, k] = _widened(x[m, k])
+    wide[tokens:] = 0
 
 
 @intrinsic
@@ -214,7 +227,7 @@ def _take(typing_context: Any, counter: Any, number: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _multiply(dtype: Any, job: Any) -> None:
-    weight, x, biases, to, outputs, inputs, tokens = job[1], job[3], job[4], job[5], job[6], job[7], job[8]
+    weight, _, x, biases, to, outputs, inputs, tokens = _fields(job)
     bias = carray(pointer(biases), outputs if biases else 0, dtype)
     out = carray(pointer(to), (tokens, outputs), dtype)
     size, row = out.itemsize, 4 * inputs
@@ -356,7 +369,7 @@ def _write_tile(typing_context: Any, sums: Any, column: Any, bias: Any, out: Any
 
 @njit(nogil=True, inline="always")
 def _multiply_in_tiles(job: Any) -> None:
-    weight, x, bias, out, outputs, inputs, tokens = job[1], job[3], job[4], job[5], job[6], job[7], job[8]
+    weight, _, x, bias, out, outputs, inputs, tokens = _fields(job)
     at_once, sums = min(tokens, TILE), _room()
     shapes = carray(pointer(_room()), LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
     shapes[:] = 0
@@ -379,11 +392,7 @@ def _multiply_in_tiles(job: Any) -> None:
     _release_tiles()
 
 
-# What stands before and in a parallel region, for each kind of numbers; the threads of one run the same, and each takes the next rows of
-# the weight until none are left. A job: nine numbers. The first is 0, to count with; then, by address, contiguous weight
-# `(outputs, inputs)`, `x` `(tokens, inputs)`, room for it as the kernel takes it, bias `(outputs,)`, or 0 for none, and the result
-# `(tokens, outputs)`; then `outputs`, `inputs` and `tokens`.
-JOB = 9
+# For each kind of numbers, what comes before a parallel region, and what the region's threads run, all of them the same.
 
 
 def _arrange_float32(job: Any) -> None:
@@ -408,9 +417,8 @@ def _multiply_bfloat16(job: Any) -> None:
 
 def _arrange_tiles(job: Any) -> None:
     """Pairs of inputs by tokens."""
-    numbers = carray(job, JOB, np.int64)
-    inputs, tokens = numbers[7], numbers[8]
-    x, pairs = carray(pointer(numbers[2]), (tokens, inputs // 2), np.uint32), carray(pointer(numbers[3]), (inputs // 2, tokens), np.uint32)
+    _, given, room, _, _, _, inputs, tokens = _fields(carray(job, JOB, np.int64))
+    x, pairs = carray(pointer(given), (tokens, inputs // 2), np.uint32), carray(pointer(room), (inputs // 2, tokens), np.uint32)
     for k in range(inputs // 2):
         for m in range(tokens):
             pairs[k, m] = x[m, k]
@@ -422,8 +430,9 @@ def _multiply_tiles(job: Any) -> None:
 
 
 class Kernel(NamedTuple):
-    """`arrange` takes a job's address; `body` is that of a parallel region's body, which takes it, too."""
+    """`arrange` takes the address of a `job`; so does the body of a parallel region, whose own is `body`."""
 
+    job: Any
     arrange: Any
     body: int
 
@@ -436,7 +445,7 @@ def kernel(kind: str) -> Kernel:
         "bfloat16": (_arrange_bfloat16, _multiply_bfloat16),
         "tiles": (_arrange_tiles, _multiply_tiles),
     }[kind]
-    return Kernel(_as_c(arrange).ctypes, _as_c(body).address)
+    return Kernel(ctypes.c_int64 * JOB, _as_c(arrange).ctypes, _as_c(body).address)
 
 
 @cache

@@ -48,7 +48,6 @@ ROUNDS = 5
 MARGIN = 1.1
 """So many times torch's speed, at least: what is measured in milliseconds isn't exact."""
 
-_Job = ctypes.c_int64 * 9
 _lock = threading.Lock()
 _layers_lock = threading.Lock()
 _here = threading.local()
@@ -220,7 +219,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     from_, to, added = x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
     for start in range(0, tokens, AT_ONCE):
         part = min(AT_ONCE, tokens - start)
-        job = _Job(
+        job = kernel.job(
             0, weight.data_ptr(), from_ + start * inputs * size, _scratch(inputs), added, to + start * outputs * size, outputs, inputs, part
         )
         address = ctypes.addressof(job)
