@@ -261,8 +261,9 @@ def _is_usable() -> bool:
         return False
     try:
         for dtype in DTYPES:
-            x = torch.ones(2, 32, dtype=dtype, device="cpu")
-            product(x, x.new_ones(16, 32))
+            for outputs, inputs in ((3, LANES), (16, 32)):  # the latter fits tiles
+                x = torch.ones(2, inputs, dtype=dtype, device="cpu")
+                product(x, x.new_ones(outputs, inputs))
     except Exception:
         logger.warning("Linear layers go by torch's own way: the kernel that may be quicker doesn't run here.", exc_info=True)
         _ruled_out.set()

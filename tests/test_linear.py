@@ -363,6 +363,18 @@ def test_a_kernel_that_does_not_run_is_no_fault_of_the_call(eager, monkeypatch, 
     assert "kernel" in caplog.text
 
 
+def test_where_torch_has_other_threads(eager, monkeypatch, caplog):
+    """That is no fault of anybody's: torch's own way, and no word about it."""
+
+    def missing():
+        raise AttributeError("GOMP_parallel")
+
+    monkeypatch.setattr(linear, "_ruled_out", threading.Event())
+    monkeypatch.setattr(linear, "_run_parallel", missing)
+    assert linear.quick_products(build(dtype=torch.float32), 100) is None
+    assert eager == [] and caplog.text == ""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_after_a_fork():
     """In a process of its own: this one has run torch's threads."""
