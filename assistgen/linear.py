@@ -3,8 +3,9 @@ Linear layers over a few tokens on a CPU.
 
 A forward over one token is bound by reading the weights. One over eight could cost hardly more, and speculation lives on that, but the
 libraries behind torch may not be made for it: on a CPU without bfloat16 instructions they multiply bfloat16 weights with each token in
-turn, and write float32 weights out anew for a product with four. There a kernel of our own reads each weight once. Which way is quicker
-is measured, for the model's own shape of weights, once in a process.
+turn, and write float32 weights out anew for a product with four. There a kernel of our own reads each weight once; on one with tiles for
+bfloat16 (AMX) it reads them faster than torch does. Which way is quicker is measured, for the model's own shape of weights, once in a
+process.
 """
 
 from __future__ import annotations
