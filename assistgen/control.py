@@ -579,6 +579,11 @@ class RoundPlan:
         with self._controller._lock:
             self._controller._known(source).seconds.append(seconds / num_tokens)
 
+    def renew(self, source: str) -> None:
+        """What drafting with a source costs has changed: what its rounds were worth is forgotten."""
+        with self._controller._lock:
+            self._controller._paid.pop(source, None)
+
     def prefers(self, draft: Draft, source: str) -> bool:
         """Whether a free draft in hand promises at least as much as a round with `source`."""
         controller = self._controller

@@ -112,7 +112,7 @@ def _dots(tokens: int, fetch: bool) -> Any:
     @intrinsic
     def dots(typing_context: Any, dtype: Any, weight: Any, x: Any, inputs: Any, ahead: Any, step: Any) -> Any:
         single, size = ir.FloatType(), dtype.dtype.bitwidth // 8
-        element = single if dtype.dtype == types.float32 else ir.IntType(16)
+        element = single if dtype.dtype == types.float32 else ir.IntType(8 * size)
         i32, i64 = ir.IntType(32), ir.IntType(64)
         floats, ints, stored = (ir.VectorType(kind, LANES) for kind in (single, i32, element))
 
@@ -131,6 +131,8 @@ def _dots(tokens: int, fetch: bool) -> Any:
                 numbers = read(row, stored, size)
                 if element == single:
                     return numbers
+                if size == 1:
+                    return builder.sitofp(builder.sext(numbers, ints), floats)
                 return builder.bitcast(builder.shl(builder.zext(numbers, ints), ints([16] * LANES)), floats)
 
             def added_up(numbers: Any) -> Any:

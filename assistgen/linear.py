@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from . import compat
+from . import compat, openmp
 
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,6 @@ _quick: dict[tuple[Any, ...], list[int]] = {}
 """By type, shape and number of threads: which of `SAMPLES` our own product is quicker for."""
 _asked: Counter[tuple[Any, ...]] = Counter()
 """By the same: products asked for while it wasn't known."""
-_ruled_out = threading.Event()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ruled_out.set)  # OpenMP's threads don't survive a fork
 
 
 def quick_products(model: Any, tokens: int) -> QuickProducts | None:
@@ -70,9 +66,9 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
         model (`PreTrainedModel`): the model.
         tokens (`int`): so many are still to be decoded. Too few, together with those of earlier calls, aren't worth a measurement.
     """
-    if model.device.type != "cpu" or model.dtype not in DTYPES or _ruled_out.is_set():
+    if model.device.type != "cpu" or model.dtype not in DTYPES or openmp.is_ruled_out():
         return None
-    if compat.is_sharded(model) or _is_compiled(model):  # ranks must not follow their own clocks
+    if compat.is_sharded(model) or is_compiled(model):  # ranks must not follow their own clocks
         return None
     shapes = Counter(tuple(weight.shape) for weight in _weights(model) if _is_big(weight))
     if not shapes:
@@ -81,7 +77,7 @@ def quick_products(model: Any, tokens: int) -> QuickProducts | None:
     key = model.dtype, outputs, inputs, torch.get_num_threads()
     with _lock:
         if key not in _quick:
-            _asked[key] += _work(model, tokens)
+            _asked[key] += work(model, tokens)
         if key not in _quick and _asked[key] >= MIN_WORK and _is_usable():
             _quick[key] = [sample for sample in SAMPLES if speed_up(model.dtype, outputs, inputs, sample) >= MARGIN]
         quick = _quick.get(key)
@@ -93,7 +89,7 @@ def over_prompt(model: Any, tokens: int) -> AbstractContextManager[Any]:
     For a prefill of so many tokens: torch's own way, which plain decoding goes, but where that takes bfloat16 weights a token at a time.
     """
     if model.device.type == "cpu" and model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        products = quick_products(model, tokens) if _work(model, tokens) >= MIN_WORK else None
+        products = quick_products(model, tokens) if work(model, tokens) >= MIN_WORK else None
         if products is not None and products.pays(AT_ONCE):
             return QuickProducts(model.modules(), [(2, 1 << 30)]).over(tokens)
     return nullcontext()
@@ -104,11 +100,12 @@ def _weights(model: Any) -> Iterator[Any]:
     return (module._parameters.get("weight") for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
-def _work(model: Any, tokens: int) -> int:
+def work(model: Any, tokens: int) -> int:
+    """Products of two numbers in the linear layers of forwards over so many tokens."""
     return tokens * sum(weight.numel() for weight in _weights(model) if weight is not None)
 
 
-def _is_compiled(model: Any) -> bool:
+def is_compiled(model: Any) -> bool:
     """A compiled forward would be compiled anew where a layer's is exchanged."""
     return any(
         module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
@@ -116,9 +113,14 @@ def _is_compiled(model: Any) -> bool:
     )
 
 
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether nobody but us has put another `forward` in its place."""
+    return type(module.__dict__.get("forward")) in (type(None), _Forward)
+
+
 def _is_big(weight: Any) -> bool:
-    is_plain = _is_plain(weight) and weight.dtype in DTYPES and weight.dim() == 2 and weight.layout == torch.strided
-    fits = is_plain and weight.shape[0] >= 3 and weight.shape[1] % LANES == 0
+    is_matrix = is_plain(weight) and weight.dtype in DTYPES and weight.dim() == 2 and weight.layout == torch.strided
+    fits = is_matrix and weight.shape[0] >= 3 and weight.shape[1] % LANES == 0
     return fits and weight.numel() >= MIN_WEIGHT and weight.is_contiguous()
 
 
@@ -129,7 +131,7 @@ def _is_usual(module: Any) -> bool:
     return "bias" in module._parameters and _is_big(module._parameters.get("weight"))
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
@@ -185,7 +187,7 @@ class _Forward:
         self._weight, self._bias = weight, bias = self._parameters["weight"], self._parameters["bias"]
         self._address, self._dtype, self._inputs = weight.data_ptr(), weight.dtype, weight.shape[1]
         self._fits = bias is None or (
-            _is_plain(bias) and bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()
+            is_plain(bias) and bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()
         )
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,7 @@ class _Forward:
         return torch.nn.functional.linear(input, weight, bias)
 
     def _takes(self, x: Any) -> bool:
-        fits = self._fits and _is_plain(x) and x.dtype == self._dtype and x.dim() > 0 and x.shape[-1] == self._inputs
+        fits = self._fits and is_plain(x) and x.dtype == self._dtype and x.dim() > 0 and x.shape[-1] == self._inputs
         return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
@@ -225,7 +227,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         )
         address = ctypes.addressof(job)
         kernel.arrange(address)
-        _run_parallel()(kernel.body, address, torch.get_num_threads(), 0)
+        openmp.run_parallel(kernel.body, address)
     return out
 
 
@@ -245,21 +247,8 @@ def _scratch(inputs: int) -> int:
     return scratch.data_ptr()
 
 
-@cache
-def _run_parallel() -> Any:
-    """OpenMP as torch uses it: its threads are awake from torch's own work, and others would be in their way."""
-    run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return run
-
-
 def _is_usable() -> bool:
     """Whether the kernels run here. Compiles them on a machine's first time."""
-    try:
-        _run_parallel()
-    except (OSError, AttributeError):  # another kind of threads
-        _ruled_out.set()
-        return False
     try:
         for dtype in DTYPES:
             for outputs, inputs in ((3, LANES), (16, 32)):  # the latter fits tiles
@@ -267,8 +256,8 @@ def _is_usable() -> bool:
                 product(x, x.new_ones(outputs, inputs))
     except Exception:
         logger.warning("Linear layers go by torch's own way: the kernel that may be quicker doesn't run here.", exc_info=True)
-        _ruled_out.set()
-    return not _ruled_out.is_set()
+        openmp.rule_out()
+    return not openmp.is_ruled_out()
 
 
 def speed_up(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> float:

@@ -118,7 +118,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
     sides = ["plain", *ways]
     warm = chat(tokenizer, "Count to ten, then count to ten again.")
     for side in sides:
-        run(side, warm, 16)
+        run(side, warm, tokens)
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_group: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -13,7 +13,7 @@ import torch.nn.utils.parametrize
 from torch.overrides import TorchFunctionMode
 
 import assistgen
-from assistgen import linear
+from assistgen import linear, openmp
 from assistgen.target import costs_of
 
 from .tiny import build, pad_left, prompt
@@ -97,7 +97,7 @@ def test_not_before_the_first_token(eager, monkeypatch, dtype):
     """What the first token waits for is torch's; a short bfloat16 prompt's forward too."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     model, seen = build(dtype=dtype), []
-    monkeypatch.setattr(linear, "MIN_WORK", 20 * linear._work(model, 1))
+    monkeypatch.setattr(linear, "MIN_WORK", 20 * linear.work(model, 1))
 
     class Streamer:
         def put(self, value):
@@ -294,7 +294,7 @@ def test_prompts(eager, monkeypatch):
     """A prefill goes torch's own way, but in bfloat16 on a CPU without instructions for it, if it is long."""
     model, other = build(dtype=torch.bfloat16), build(dtype=torch.float32)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(linear, "MIN_WORK", linear._work(model, 100))
+    monkeypatch.setattr(linear, "MIN_WORK", linear.work(model, 100))
     assert not isinstance(linear.over_prompt(model, 99), linear.QuickProducts)
     assert isinstance(linear.over_prompt(model, 100), linear.QuickProducts)
     assert not isinstance(linear.over_prompt(other, 100), linear.QuickProducts)
@@ -330,12 +330,12 @@ def test_where_it_is_not_quicker(eager, monkeypatch):
 
 def test_measured_once_and_not_for_a_few_tokens(eager, monkeypatch):
     model = build(dtype=torch.float32)
-    monkeypatch.setattr(linear, "MIN_WORK", linear._work(model, 50))
+    monkeypatch.setattr(linear, "MIN_WORK", linear.work(model, 50))
     assert linear.quick_products(model, 49) is None and eager == []
     assert linear.quick_products(model, 50) is not None
     assert linear.quick_products(model, 1) is not None and eager.count("measured") == len(linear.SAMPLES)
     other = build(dtype=torch.float32, hidden_size=64)
-    monkeypatch.setattr(linear, "MIN_WORK", linear._work(other, 50))
+    monkeypatch.setattr(linear, "MIN_WORK", linear.work(other, 50))
     assert linear.quick_products(other, 25) is None
     assert linear.quick_products(other, 25) is not None  # calls add up
 
@@ -355,7 +355,7 @@ def test_a_kernel_that_does_not_run_is_no_fault_of_the_call(eager, monkeypatch, 
     def broken(*args):
         raise NotImplementedError("no compiler")
 
-    monkeypatch.setattr(linear, "_ruled_out", threading.Event())
+    monkeypatch.setattr(openmp, "_ruled_out", threading.Event())
     monkeypatch.setattr(linear, "product", broken)
     model, ids = build(dtype=torch.float32), prompt(12, period=4)
     fast = assistgen.generate(model, ids, max_new_tokens=12, do_sample=False, speculation="ngram")
@@ -369,8 +369,8 @@ def test_where_torch_has_other_threads(eager, monkeypatch, caplog):
     def missing():
         raise AttributeError("GOMP_parallel")
 
-    monkeypatch.setattr(linear, "_ruled_out", threading.Event())
-    monkeypatch.setattr(linear, "_run_parallel", missing)
+    monkeypatch.setattr(openmp, "_ruled_out", threading.Event())
+    monkeypatch.setattr(openmp, "_library", missing)
     assert linear.quick_products(build(dtype=torch.float32), 100) is None
     assert eager == [] and caplog.text == ""
 
@@ -380,13 +380,13 @@ def test_after_a_fork():
     """In a process of its own: this one has run torch's threads."""
     code = """if True:
         import os, torch
-        from assistgen import linear
+        from assistgen import linear, openmp
         x, weight = torch.ones(4, 64), torch.ones(32, 64)
         linear.product(x, weight)
         child = os.fork()
         if child == 0:
-            os._exit(0 if linear._ruled_out.is_set() else 1)
-        assert os.waitpid(child, 0)[1] == 0 and not linear._ruled_out.is_set()
+            os._exit(0 if openmp.is_ruled_out() else 1)
+        assert os.waitpid(child, 0)[1] == 0 and not openmp.is_ruled_out()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -104,7 +104,14 @@ class Budget(NamedTuple):
 
 
 class Plan(Protocol):
-    """What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`)."""
+    """
+    What the controller answers to a drafter that costs time (see `assistgen.control.DepthController`).
+
+    Attributes:
+        remaining (`int`, *optional*): the most tokens that a row may still get, if it is known.
+    """
+
+    remaining: int | None
 
     @property
     def weighs_costs(self) -> bool:
@@ -124,6 +131,9 @@ class Plan(Protocol):
 
     def spent(self, source: str, num_tokens: int, seconds: float) -> None:
         """Drafting `num_tokens` tokens a row took `seconds`."""
+
+    def renew(self, source: str) -> None:
+        """What drafting with a source costs has changed."""
 
     def prefers(self, draft: Draft, source: str) -> bool:
         """Whether a draft in hand promises at least as much as a round with `source`."""

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.generation.logits_process import (
 from .. import compat
 from ..captured import FixedRows, likeliest
 from ..control import DepthController, ForwardCosts
+from ..fused import MAX_ROWS, EightBits, FusedRows, eight_bits
 from ..inputs import IMAGE_INPUTS, Inputs, placeholders
 from ..linear import over_prompt
 from ..stats import SpeculationStats
@@ -69,20 +71,27 @@ class DraftMemory:
     def __init__(self) -> None:
         self.guesses = DepthController()
         self.costs = ForwardCosts()
-        self._kept: tuple[list[int], RowsInStep] | None = None
+        self._kept: tuple[list[int], RowsInStep | FusedRows] | None = None
+        self._ran_on: list[EightBits | None] = []
         self._lock = threading.Lock()
 
-    def keep(self, text: list[int], runner: RowsInStep) -> None:
+    def runs_on(self, copy: EightBits | None) -> bool:
+        """Notes what the model runs on, with 8 bits a weight or as it is (`None`). Returns whether it has run on something else before."""
+        with self._lock:
+            before, self._ran_on = self._ran_on, [copy]
+        return before not in ([], [copy])
+
+    def keep(self, text: list[int], runner: RowsInStep | FusedRows) -> None:
         with self._lock:
             self._kept = (text, runner)
 
-    def take(self) -> tuple[list[int], RowsInStep] | None:
+    def take(self) -> tuple[list[int], RowsInStep | FusedRows] | None:
         """The kept cache and the text that it holds; for one call only."""
         with self._lock:
             kept, self._kept = self._kept, None
             return kept
 
-    def put_back(self, kept: tuple[list[int], RowsInStep]) -> None:
+    def put_back(self, kept: tuple[list[int], RowsInStep | FusedRows]) -> None:
         """What was taken and not used, unless another call kept its own meanwhile."""
         with self._lock:
             self._kept = self._kept or kept
@@ -154,12 +163,13 @@ class DraftModelDrafter(Drafter):
         self._threshold = confidence_threshold
         self._memory = memory
         self._guesses = memory.guesses if memory is not None else DepthController()
-        shares_weights = target is not None and model.get_input_embeddings() is target.get_input_embeddings()
-        self._costs = memory.costs if memory is not None and shares_weights and model is not target else costs_of(model)
+        self._shares_weights = target is not None and model.get_input_embeddings() is target.get_input_embeddings()
+        is_part = self._shares_weights and model is not target
+        self._costs = memory.costs if memory is not None and is_part else costs_of(model)
         self._read_costs = self._costs  # of the model, whatever runs it
         self._held: list[int] = []
         """Of each row's text and draft, tokens in the cache."""
-        self._kept: tuple[list[int], RowsInStep] | None = None  # of an earlier call, until the first draft
+        self._kept: tuple[list[int], RowsInStep | FusedRows] | None = None  # of an earlier call, until the first draft
         self._indexes: list[NGramIndex] = []
         self._runner: Target | None = None
         self._texts: list[list[int]] = []
@@ -200,7 +210,7 @@ class DraftModelDrafter(Drafter):
         kept, self._kept = self._kept, None
         if kept is not None and self._memory is not None:
             self._memory.put_back(kept)  # nothing was drafted
-        if isinstance(runner, RowsInStep) and self._memory is not None and self._is_whole and self._can_be_kept:
+        if isinstance(runner, (RowsInStep, FusedRows)) and self._memory is not None and self._is_whole and self._can_be_kept:
             runner.roll_back({0: self._held[0]})
             self._memory.keep(self._texts[0][: self._held[0]], runner)
         elif runner is not None:
@@ -225,7 +235,7 @@ class DraftModelDrafter(Drafter):
         if plan.weighs_costs and reading == 0.0 and behind >= 2 * SAMPLE and not self._sees:
             self._price_reading(max((self._texts[row] for row in rows), key=len))
             return [Draft([], self.name, is_free=False) for _ in rows]  # the next round knows what it would pay
-        seconds = self._start(max(max_tokens)) if self._runner is None else 0.0
+        seconds = self._start(plan.remaining or max(max_tokens), plan) if self._runner is None else 0.0
         start = perf_counter()
         if self._behind(rows):
             self._step(list(rows), [self._texts[row][:-1] or self._texts[row] for row in rows], [[] for _ in rows])
@@ -272,28 +282,40 @@ class DraftModelDrafter(Drafter):
         self.num_forwards += 1
         return perf_counter() - before
 
-    def _start(self, room: int) -> float:
+    def _start(self, room: int, plan: Plan) -> float:
         """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come. Returns the forward's seconds."""
         kept, self._kept = self._kept, None
-        if kept is not None and self._held[0] > 0:
+        copy = self._copy(room)
+        if self._memory is not None and self._memory.runs_on(copy):
+            plan.renew(self.name)
+        if kept is not None and self._held[0] > 0 and getattr(kept[1], "copy", None) is copy:
             kept[1].roll_back({0: self._held[0]})
-            self._runner, self._padding = kept[1], [0]
+            self._use(kept[1], [0])
             return 0.0
         if self._num_own_layers and self._on_targets_cache():
             assert self._runner is not None
             self._runner.get_ready(room)
             return 0.0
-        fresh = self._conditioned() if self._sees else self._on_text()
+        fresh, padding = self._conditioned() if self._sees else self._on_text(copy)
         seconds = self._prefill(fresh)
         fresh.get_ready(room)
-        self._runner = fresh
+        self._use(fresh, padding)
         fed = fresh.tokens.prompt_length
-        self._held = [min(len(text), fed - pad) for pad, text in zip(self._padding, self._texts, strict=True)]
-        if isinstance(fresh, FixedRows):
-            self._costs = fresh.costs
-            if self._chains:
-                fresh.get_ready_to_chain(self._num_columns)
+        self._held = [min(len(text), fed - pad) for pad, text in zip(padding, self._texts, strict=True)]
+        if self._chains:
+            assert isinstance(fresh, FixedRows)
+            fresh.get_ready_to_chain(self._num_columns)
         return seconds
+
+    def _copy(self, room: int) -> EightBits | None:
+        """The model's with 8 bits a weight, where nothing but text goes by it and it has weights of its own."""
+        usual = self._max_new_tokens is None and not self._sees and not self._shares_weights and len(self._texts) <= MAX_ROWS
+        return eight_bits(self.model, room) if usual else None
+
+    def _use(self, runner: Target, padding: list[int]) -> None:
+        self._runner, self._padding = runner, padding
+        if isinstance(runner, (FixedRows, FusedRows)):
+            self._costs = runner.costs  # others are what the model's forward costs, whoever runs it
 
     @property
     def _chains(self) -> bool:
@@ -314,22 +336,25 @@ class DraftModelDrafter(Drafter):
         model_kwargs = self._text_kwargs(torch.ones(1, held, dtype=torch.long, device=self.model.device), ours)
         runner = self._make_runner(RowsInStep, ids[:, :held].to(self.model.device), model_kwargs)
         runner.adopt()
-        self._runner, self._held, self._padding = runner, [held], [0]
+        self._use(runner, [0])
+        self._held = [held]
         return True
 
-    def _on_text(self) -> Target:
+    def _on_text(self, copy: EightBits | None) -> tuple[Target, list[int]]:
         """
         A decoder that knows nothing but the texts. Its cache keeps everything, in layers with a window too: a draft takes several
         forwards, and a text that is taken up again may go back far.
         """
         device = self.model.device
         width = max(len(text) for text in self._texts)
-        self._padding = [width - len(text) for text in self._texts]
-        ids = self._known(torch.tensor([[0] * pad + text for pad, text in zip(self._padding, self._texts, strict=True)], device=device))
+        padding = [width - len(text) for text in self._texts]
+        ids = self._known(torch.tensor([[0] * pad + text for pad, text in zip(padding, self._texts, strict=True)], device=device))
         # All but the last token: the first round's forward takes it in, as every round's does.
         ids = ids[:, : max(1, width - 1)]
-        mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in self._padding], device=device)
+        mask = torch.tensor([[0] * pad + [1] * (ids.shape[1] - pad) for pad in padding], device=device)
         model_kwargs = self._text_kwargs(mask, DynamicCache())
+        if copy is not None:
+            return self._make_runner(partial(FusedRows, copy), ids, model_kwargs), padding
         apart = len(self._texts) > 1 and RowsApart.why_not(self.model, _SETTINGS, model_kwargs) is None
         kind: Any = RowsApart if apart else RowsInStep
         if self._max_new_tokens is not None:
@@ -338,21 +363,21 @@ class DraftModelDrafter(Drafter):
                 kind = FixedRows
             elif self._stats is not None:
                 self._stats.count_fallback(f"draft model not compiled: {reason}")
-        return self._make_runner(kind, ids, model_kwargs)
+        return self._make_runner(kind, ids, model_kwargs), padding
 
     def _text_kwargs(self, mask: torch.Tensor, cache: Any) -> dict[str, Any]:
         model_kwargs = {"use_cache": True, compat.CACHE: cache, "attention_mask": mask}
         model_kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
         return model_kwargs | ({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {})
 
-    def _conditioned(self) -> Target:
+    def _conditioned(self) -> tuple[Target, list[int]]:
         """A model that is given what the target was given, in its own way: images, or the encoder's input."""
         inputs, model = self._inputs, self.model
         assert inputs is not None
-        self._padding = [inputs.prompt.shape[1] - len(prompt) for prompt in inputs.prompts()]
+        padding = [inputs.prompt.shape[1] - len(prompt) for prompt in inputs.prompts()]
         if self._sees == IMAGES:
             with compat.unchanged(model):
-                return self._make_runner(RowsInStep, *_prepared(model, inputs))
+                return self._make_runner(RowsInStep, *_prepared(model, inputs)), padding
         device = model.device
         ids = self._known(inputs.prompt.to(device))
         model_kwargs: dict[str, Any] = {"use_cache": True, compat.CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}
@@ -372,7 +397,7 @@ class DraftModelDrafter(Drafter):
         else:
             model_kwargs["encoder_hidden_states"] = inputs.encoder_outputs[0]
             model_kwargs["encoder_attention_mask"] = mask
-        return self._make_runner(RowsInStep, ids, model_kwargs)
+        return self._make_runner(RowsInStep, ids, model_kwargs), padding
 
     def _make_runner(self, kind: Any, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
         settings = _SETTINGS

@@ -1,0 +1,305 @@
+"""
+A forward of a Llama-like model over a few tokens, its weights with 8 bits each, compiled by numba: one parallel region of torch's threads,
+which wait for each other between the steps of a layer. Imported where it is needed: numba takes a second.
+
+All numbers but the weights are float32. Each row of a weight's integers has a scale, by which its products are multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from .kernels import LANES, OUTPUTS, PARTS, TOKENS, _dots_1, _dots_2, _dots_4, _dots_4_more, _take, _widened, compiled, pointer
+
+
+def _structure(**fields: str) -> np.dtype[Any]:
+    return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()])
+
+
+LAYER = _structure(
+    int64="""
+        before_attention query_key_value query_key_value_scale query_key_value_bias query_norm key_norm output output_scale output_bias
+        before_mlp gate_up gate_up_scale gate_up_bias down down_scale down_bias
+    """
+)
+"""Addresses: norms' gains, and weights with their scales and biases, below each other where they meet the same input. 0: there is none."""
+MODEL = _structure(
+    int64="num_layers layers hidden heads key_value_heads head_size between vocabulary before_head head head_scale head_bias",
+    float32="attention_scale epsilon",
+)
+"""Sizes, and addresses: `layers` points to a `LAYER` each. `between` is the size of what lies between the MLP's products."""
+JOB = _structure(
+    int64="""
+        threads counters barrier model tokens places rows cells keys values cos sin residual after_attention query_key_value attended gate up
+        between scratch kept num_kept logits
+    """
+)
+"""
+A forward, by addresses and sizes. `threads` and `counters` are 0 at first; `barrier` is a function.
+
+For each of `tokens` tokens `places` has a row and a position. `keys` and `values` are of the shape `(layers, rows, key-value heads, cells,
+head size)`, `cos` and `sin` `(cells, head size)`. `residual` holds the tokens' embeddings; it and what follows has room for the tokens, and
+`scratch` for a norm of all of them, and a score for each cell, for each thread. `logits` are those of the tokens numbered in `kept`.
+"""
+COUNTERS = 6
+"""Of each layer; one more is the head's."""
+LINE = 64
+"""Bytes from one to the next: threads that take from different ones don't get in each other's way."""
+QUANTIZATION = _structure(int64="counter weight integers scales outputs inputs")
+"""Of a weight `(outputs, inputs)`, by addresses; `counter` is 0 at first."""
+
+
+@intrinsic
+def _call(typing_context: Any, address: Any) -> Any:
+    """Calls a function that takes and returns nothing."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), []).as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@njit(nogil=True, inline="always")
+def _vector(address: Any, size: Any) -> Any:
+    return carray(pointer(address), size if address else 0, np.float32)
+
+
+@njit(nogil=True, inline="always")
+def _matrix(address: Any, rows: Any, columns: Any) -> Any:
+    return carray(pointer(address), (rows if address else 0, columns), np.float32)
+
+
+@njit(nogil=True, inline="always")
+def _put(sums: Any, scale: Any, bias: Any, added: Any, out: Any, m: Any, n: Any) -> None:
+    tokens = len(sums) // OUTPUTS
+    for j in range(OUTPUTS):
+        for i in range(tokens):
+            number = sums[j * tokens + i] * scale[n + j]
+            if bias.shape[0]:
+                number += bias[n + j]
+            if added.shape[0]:
+                number += added[m + i, n + j]
+            out[m + i, n + j] = number
+
+
+@njit(nogil=True)
+def _multiply(start: Any, stop: Any, weight: Any, scale: Any, bias: Any, x: Any, added: Any, out: Any) -> None:
+    """Outputs `start` … `stop - 1` for all tokens; `added` and `bias` may be empty. Fewer than `OUTPUTS` are made with some before."""
+    tokens, inputs = x.shape
+    texts, row, step = x.ctypes.data, 4 * inputs, OUTPUTS * LANES
+    for begin in range(start, stop, OUTPUTS):
+        n = min(begin, stop - OUTPUTS)
+        rows = weight + n * inputs
+        ahead = rows + 2 * OUTPUTS * inputs
+        m = 0
+        while tokens - m >= TOKENS:
+            if m == 0:
+                _put(_dots_4(np.int8, rows, texts, inputs, ahead, step), scale, bias, added, out, m, n)
+            else:
+                _put(_dots_4_more(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+            m += TOKENS
+        if tokens - m >= 2:
+            _put(_dots_2(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+            m += 2
+        if tokens - m == 1:
+            _put(_dots_1(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+
+
+@njit(nogil=True, inline="always")
+def _next(counter: Any, outputs: Any) -> Any:
+    """From where to where this thread goes on; the start is past the end when there is nothing left."""
+    part = (outputs // PARTS // OUTPUTS + 1) * OUTPUTS
+    start = _take(counter, part)
+    return start, min(start + part, outputs)
+
+
+@njit(nogil=True)
+def _product(counter: Any, weight: Any, scale: Any, bias: Any, x: Any, added: Any, out: Any) -> None:
+    outputs = out.shape[1]
+    scales, biases = _vector(scale, outputs), _vector(bias, outputs)
+    start, stop = _next(counter, outputs)
+    while start < outputs:
+        _multiply(start, stop, weight, scales, biases, x, added, out)
+        start, stop = _next(counter, outputs)
+
+
+@njit(nogil=True)
+def _gated(counter: Any, weight: Any, scale: Any, bias: Any, x: Any, gate: Any, up: Any, out: Any) -> None:
+    """`silu(gate) * up`."""
+    size = out.shape[1]
+    scales, biases, none = _vector(scale, 2 * size), _vector(bias, 2 * size), _matrix(0, 0, 0)
+    start, stop = _next(counter, size)
+    while start < size:
+        _multiply(start, stop, weight, scales[:size], biases[:size], x, none, gate)
+        _multiply(start, stop, weight + size * x.shape[1], scales[size:], biases[size:], x, none, up)
+        for m in range(out.shape[0]):
+            for k in range(start, stop):
+                number = gate[m, k]
+                out[m, k] = number / (np.float32(1) + np.float32(math.exp(-number))) * up[m, k]
+        start, stop = _next(counter, size)
+
+
+@njit(nogil=True, fastmath=True)
+def _normed(x: Any, gain: Any, epsilon: Any, out: Any) -> None:
+    """RMSNorm."""
+    squares = np.float32(0)
+    for k in range(x.shape[0]):
+        squares += x[k] * x[k]
+    factor = np.float32(1) / np.float32(math.sqrt(squares / np.float32(x.shape[0]) + epsilon))
+    for k in range(x.shape[0]):
+        out[k] = x[k] * factor * gain[k]
+
+
+@njit(nogil=True)
+def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
+    """Rotary position embedding, by halves."""
+    half = x.shape[0] // 2
+    for k in range(half):
+        first, second = x[k], x[half + k]
+        out[k] = first * cos[k] - second * sin[k]
+        out[half + k] = second * cos[half + k] + first * sin[half + k]
+
+
+@njit(nogil=True, fastmath=True)
+def _attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> None:
+    top, total = np.float32(-np.inf), np.float32(0)
+    for cell in range(keys.shape[0]):
+        score = np.float32(0)
+        for k in range(query.shape[0]):
+            score += query[k] * keys[cell, k]
+        scores[cell] = score * scale
+        top = max(top, scores[cell])
+    out[:] = 0
+    for cell in range(keys.shape[0]):
+        weight = np.float32(math.exp(scores[cell] - top))
+        total += weight
+        for k in range(query.shape[0]):
+            out[k] += weight * values[cell, k]
+    for k in range(query.shape[0]):
+        out[k] /= total
+
+
+@njit(nogil=True)
+def _place_heads(counter: Any, job: Any, model: Any, layer: Any, qkv: Any, keys: Any, values: Any) -> None:
+    """Queries are rotated where they are; keys, rotated, and values go to their cells."""
+    heads, size, others = model.heads, model.head_size, model.key_value_heads
+    places = carray(pointer(job.places), (job.tokens, 2), np.int64)
+    cos, sin = _matrix(job.cos, job.cells, size), _matrix(job.sin, job.cells, size)
+    query_norm, key_norm = _vector(layer.query_norm, size), _vector(layer.key_norm, size)
+    head = _take(counter, 1)
+    while head < heads + others:
+        gain = query_norm if head < heads else key_norm
+        for m in range(job.tokens):
+            row, position = places[m, 0], places[m, 1]
+            numbers = qkv[m, head * size : (head + 1) * size]
+            if gain.shape[0]:
+                _normed(numbers, gain, model.epsilon, numbers)
+            to = numbers if head < heads else keys[row, head - heads, position]
+            _rotate(numbers, cos[position], sin[position], to)
+            if head >= heads:
+                values[row, head - heads, position] = qkv[m, (head + others) * size : (head + others + 1) * size]
+        head = _take(counter, 1)
+
+
+@njit(nogil=True)
+def _attention(counter: Any, job: Any, model: Any, qkv: Any, keys: Any, values: Any, scores: Any, attended: Any) -> None:
+    heads, size = model.heads, model.head_size
+    places = carray(pointer(job.places), (job.tokens, 2), np.int64)
+    head = _take(counter, 1)
+    while head < heads:
+        shared, its = head // (heads // model.key_value_heads), slice(head * size, (head + 1) * size)
+        for m in range(job.tokens):
+            row, end = places[m, 0], places[m, 1] + 1
+            _attend(qkv[m, its], keys[row, shared, :end], values[row, shared, :end], model.attention_scale, scores, attended[m, its])
+        head = _take(counter, 1)
+
+
+@njit(nogil=True)
+def _run(job: Any, model: Any, thread: Any) -> None:
+    tokens, hidden, heads, others, size = job.tokens, model.hidden, model.heads, model.key_value_heads, model.head_size
+    x, after_attention = _matrix(job.residual, tokens, hidden), _matrix(job.after_attention, tokens, hidden)
+    qkv, attended = _matrix(job.query_key_value, tokens, (heads + 2 * others) * size), _matrix(job.attended, tokens, heads * size)
+    gate, up = _matrix(job.gate, tokens, model.between), _matrix(job.up, tokens, model.between)
+    between = _matrix(job.between, tokens, model.between)
+    room = job.scratch + thread * (tokens * hidden + job.cells) * 4
+    normed, scores, none = _matrix(room, tokens, hidden), _vector(room + tokens * hidden * 4, job.cells), _matrix(0, 0, 0)
+    shape = (model.num_layers, job.rows, others, job.cells, size)
+    keys, values = carray(pointer(job.keys), shape, np.float32), carray(pointer(job.values), shape, np.float32)
+    layers = carray(pointer(model.layers), model.num_layers, LAYER)
+    counter = job.counters
+    for number in range(model.num_layers):
+        layer = layers[number]
+        for m in range(tokens):
+            _normed(x[m], _vector(layer.before_attention, hidden), model.epsilon, normed[m])
+        _product(counter, layer.query_key_value, layer.query_key_value_scale, layer.query_key_value_bias, normed, none, qkv)
+        _call(job.barrier)
+        _place_heads(counter + LINE, job, model, layer, qkv, keys[number], values[number])
+        _call(job.barrier)
+        _attention(counter + 2 * LINE, job, model, qkv, keys[number], values[number], scores, attended)
+        _call(job.barrier)
+        _product(counter + 3 * LINE, layer.output, layer.output_scale, layer.output_bias, attended, x, after_attention)
+        _call(job.barrier)
+        for m in range(tokens):
+            _normed(after_attention[m], _vector(layer.before_mlp, hidden), model.epsilon, normed[m])
+        _gated(counter + 4 * LINE, layer.gate_up, layer.gate_up_scale, layer.gate_up_bias, normed, gate, up, between)
+        _call(job.barrier)
+        _product(counter + 5 * LINE, layer.down, layer.down_scale, layer.down_bias, between, after_attention, x)
+        _call(job.barrier)
+        counter += COUNTERS * LINE
+    kept = carray(pointer(job.kept), job.num_kept, np.int64)
+    for m in range(job.num_kept):
+        _normed(x[kept[m]], _vector(model.before_head, hidden), model.epsilon, normed[m])
+    logits = _matrix(job.logits, job.num_kept, model.vocabulary)
+    _product(counter, model.head, model.head_scale, model.head_bias, normed[: job.num_kept], none, logits)
+
+
+def _forward(job: Any) -> None:
+    """The body of the parallel region; takes the address of a `JOB`."""
+    fields = carray(job, 1, JOB)[0]
+    _run(fields, carray(pointer(fields.model), 1, MODEL)[0], _take(carray(job, 1, np.int64).ctypes.data, 1))
+
+
+@njit(nogil=True, inline="always")
+def _quantize(dtype: Any, job: Any) -> None:
+    """Each row by its own largest number."""
+    fields = carray(job, 1, QUANTIZATION)[0]
+    shape = (fields.outputs, fields.inputs)
+    weight, integers = carray(pointer(fields.weight), shape, dtype), carray(pointer(fields.integers), shape, np.int8)
+    scales, counter = _vector(fields.scales, fields.outputs), carray(job, 1, np.int64).ctypes.data
+    start, stop = _next(counter, fields.outputs)
+    while start < fields.outputs:
+        for n in range(start, stop):
+            largest = np.float32(0)
+            for k in range(fields.inputs):
+                largest = max(largest, abs(_widened(weight[n, k])))
+            scales[n] = largest / np.float32(127)
+            factor = np.float32(127) / largest if largest > 0 else np.float32(0)
+            for k in range(fields.inputs):
+                integers[n, k] = np.int8(np.rint(_widened(weight[n, k]) * factor))
+        start, stop = _next(counter, fields.outputs)
+
+
+def _quantize_float32(job: Any) -> None:
+    _quantize(np.float32, job)
+
+
+def _quantize_bfloat16(job: Any) -> None:
+    _quantize(np.uint16, job)
+
+
+@cache
+def body(name: str) -> Any:
+    """
+    What threads run, with its `address`: `"forward"` of a `JOB`, or `"float32"` and `"bfloat16"`, the `QUANTIZATION` of such a weight.
+    Kept for as long as the process runs: its code may be in use.
+    """
+    functions = {"forward": _forward, "float32": _quantize_float32, "bfloat16": _quantize_bfloat16}
+    return compiled(functions[name], types.void(types.voidptr))
