@@ -326,6 +326,8 @@ class DepthController:
 
     FIRST_HEURISTIC_DEPTH = 5
     PACE_DECAY = 0.98
+    EARLIER_STEPS = 8.0
+    """Plain steps that what was before counts as in a call."""
     LITTLE = 0.5
     """Expected tokens that learning a cost may cost."""
 
@@ -349,12 +351,13 @@ class DepthController:
         """Tokens a second of late over those of plain decoding."""
         return self._pace.tokens / self._pace.time
 
-    def trim(self, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
+    def trim(self, drafts: Sequence[Draft], costs: ForwardCosts, so_far: Pace | None = None) -> int:
         """
         How many drafted tokens to verify.
 
         Args:
             drafts (`Sequence[Draft]`): what was proposed, one for each running row.
+            so_far (`Pace`, *optional*): what the call's rounds have brought.
 
         Returns:
             `int`: 0 … length of the longest draft; longer drafts are to be cut to it.
@@ -369,7 +372,7 @@ class DepthController:
             if curve is None:
                 return 0  # what a plain step costs has to be known first
             gains = self._gains(drafts, deepest)
-            price = self._price(curve, len(drafts))
+            price = self._price(curve, len(drafts), so_far)
             depth = max(range(deepest + 1), key=lambda k: gains[k] - price * curve[k])
             trial = costs.trial(len(drafts))
             if trial is not None and trial <= depth and gains[depth] - gains[trial - 1] < self.LITTLE:
@@ -385,9 +388,15 @@ class DepthController:
                 gains[k] += expected[min(k, len(draft.tokens))]
         return gains
 
-    def _price(self, curve: list[float], rows: int) -> float:
-        """λ: the tokens that a second is worth."""
-        return max(1.0, self.speedup) * rows / curve[0]
+    def _price(self, curve: list[float], rows: int, so_far: Pace | None) -> float:
+        """
+        λ: the tokens that a second is worth. Where a call's text is harder than what came before, they are fewer: at the old price a
+        round would be worth the more the shorter it is, whatever it brings.
+        """
+        speedup = self.speedup
+        if so_far is not None:
+            speedup = min(speedup, (so_far.tokens + speedup * self.EARLIER_STEPS) / (so_far.time + self.EARLIER_STEPS))
+        return max(1.0, speedup) * rows / curve[0]
 
     def width(self, rows: int, depth: int, max_depth: int, costs: ForwardCosts) -> int:
         """How wide to make a forward that verifies `depth` drafted tokens where up to `max_depth` would fit (`ForwardCosts.width`)."""
@@ -528,7 +537,7 @@ class RoundPlan:
                 if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > to_come:
                     return Budget(0, 0)
                 known.waited = 0
-            price, gain, reach, rate = controller._price(self._curve, self.rows), 0.0, 1.0, 0.7
+            price, gain, reach, rate = controller._price(self._curve, self.rows, self.so_far), 0.0, 1.0, 0.7
             best = (0.0, 1)
             for position in range(limit):
                 if position < len(known.accepted):
@@ -557,7 +566,7 @@ class RoundPlan:
             return True
         with controller._lock:
             known = controller._known(source)
-            price, rate, step = controller._price(curve, self.rows), known.rate, known.typical
+            price, rate, step = controller._price(curve, self.rows, self.so_far), known.rate, known.typical
             deepest = max(len(reach) for reach in reaches)
             if known.is_new and deepest < self.FIRST_DEPTH:
                 return True
@@ -593,7 +602,7 @@ class RoundPlan:
             curve = self.costs.verify(self.rows, len(draft.tokens))
             if curve is None or not self.weighs_costs:
                 return True
-            price = controller._price(curve, self.rows) / self.rows  # of one row's share
+            price = controller._price(curve, self.rows, self.so_far) / self.rows  # of one row's share
             expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
             free = max(1.0 + gain - price * curve[k] for k, gain in enumerate(expected))
             known = controller._known(source)
