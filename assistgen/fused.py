@@ -126,10 +126,14 @@ class EightBits:
     """
 
     def __init__(self, model: Any):
-        from . import fused_kernels  # numba takes a second
+        from . import fused_kernels, kernels  # numba takes a second
 
         self._kernels = fused_kernels
         self._kept: list[Any] = []  # what addresses point to
+        linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        self._most_inputs = max(layer.in_features for layer in linears)
+        fits_tiles = all(layer.in_features % kernels.LINE == 0 and layer.out_features % kernels.TILE == 0 for layer in linears)
+        self._is_in_tiles = fits_tiles and kernels.has_tiles("int8")
         inner, head = model.model, model.lm_head
         attention, mlp = inner.layers[0].self_attn, inner.layers[0].mlp
         self._embeddings, self._rotary = model.get_input_embeddings().weight.detach(), inner.rotary_emb
@@ -183,6 +187,9 @@ class EightBits:
         for weight, some, their in zip(weights, integers.split(sizes), scales.split(sizes), strict=True):
             job = np.array([(0, weight.data_ptr(), some.data_ptr(), their.data_ptr(), *weight.shape)], self._kernels.QUANTIZATION)
             openmp.run_parallel(body.address, job.ctypes.data)
+        if self._is_in_tiles:  # each of them in one piece, one behind the other
+            line, tile = self._kernels.LINE, self._kernels.TILE
+            integers = integers.view(-1, tile, inputs // line, line).transpose(1, 2)
         bias = 0
         if any(layer.bias is not None for layer in layers):
             parts = [torch.zeros(size) if layer.bias is None else layer.bias.float() for layer, size in zip(layers, sizes, strict=True)]
@@ -198,7 +205,7 @@ class EightBits:
         """
         Args:
             ids (`torch.LongTensor` of shape `(tokens,)`): at most `WIDEST`; those of a row behind each other.
-            places (`torch.LongTensor` of shape `(tokens, 2)`): each one's row and position, for which there is room.
+            places (`torch.LongTensor` of shape `(tokens, 2)`): each one's row and position.
             kept (`torch.LongTensor` of shape `(kept,)`): which tokens' logits are wanted.
             cells (`Cells`): takes in their keys and values; holds those of all positions before them.
 
@@ -206,17 +213,21 @@ class EightBits:
             `torch.FloatTensor` of shape `(kept, vocab)`.
         """
         sizes, tokens = self.sizes, len(ids)
+        cells.reserve(int(places[:, 1].max()) + 1)
         residual, logits = self._embeddings[ids].float(), torch.empty(len(kept), sizes.vocabulary)
+        line, product_size = self._kernels.LINE, self._kernels.product_size(tokens, self._most_inputs)
+        scratch_size = -(-(product_size + 4 * (tokens * sizes.hidden + cells.length)) // line) * line
         lengths = {
-            "after_attention": tokens * sizes.hidden,
-            "query_key_value": tokens * (sizes.heads + 2 * sizes.key_value_heads) * sizes.head_size,
-            "attended": tokens * sizes.heads * sizes.head_size,
-            **dict.fromkeys(("gate", "up", "between"), tokens * sizes.between),
-            "scratch": torch.get_num_threads() * (tokens * sizes.hidden + cells.length),
+            "after_attention": 4 * tokens * sizes.hidden,
+            "query_key_value": 4 * tokens * (sizes.heads + 2 * sizes.key_value_heads) * sizes.head_size,
+            "attended": 4 * tokens * sizes.heads * sizes.head_size,
+            **dict.fromkeys(("gate", "up", "between"), 4 * tokens * sizes.between),
+            "scratch": torch.get_num_threads() * scratch_size,
         }
-        room = cells.room(sum(lengths.values()))
-        starts = np.cumsum([0, *lengths.values()])[:-1] * room.itemsize + room.data_ptr()
-        counters = torch.zeros((sizes.num_layers * self._kernels.COUNTERS + 1) * self._kernels.LINE // 8, dtype=torch.long)
+        room, addresses = cells.room(sum(lengths.values()) + line * len(lengths)), {}
+        for name, length in lengths.items():
+            addresses[name], room = room, room + -(-length // line) * line
+        counters = torch.zeros((sizes.num_layers * self._kernels.COUNTERS + 1) * line // 8, dtype=torch.long)
         tensors = {
             "counters": counters, "places": places, "keys": cells.keys, "values": cells.values, "cos": cells.cos, "sin": cells.sin,
             "residual": residual, "kept": kept, "logits": logits,
@@ -230,10 +241,12 @@ class EightBits:
             "cells": cells.length,
             "num_kept": len(kept),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-            **dict(zip(lengths, starts, strict=True)),
+            "scratch_size": scratch_size,
+            "product_size": product_size,
+            **addresses,
         }
         job = np.array([tuple(fields[name] for name in self._kernels.JOB.names)], self._kernels.JOB)
-        openmp.run_parallel(self._kernels.body("forward").address, job.ctypes.data)
+        openmp.run_parallel(self._kernels.body("forward in tiles" if self._is_in_tiles else "forward").address, job.ctypes.data)
         return logits
 
     def rotations(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +284,7 @@ class Cells:
     """
 
     def __init__(self, copy: EightBits, rows: int):
-        self._copy, self._room = copy, torch.empty(0)
+        self._copy, self._room = copy, torch.empty(0, dtype=torch.int8)
         sizes = copy.sizes
         self.keys = torch.zeros(sizes.num_layers, rows, sizes.key_value_heads, 0, sizes.head_size)
         self.values = self.keys.clone()
@@ -287,10 +300,11 @@ class Cells:
             self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
             self.cos, self.sin = self._copy.rotations(self.length)
 
-    def room(self, numbers: int) -> torch.Tensor:
-        if len(self._room) < numbers:
-            self._room = torch.empty(numbers)
-        return self._room
+    def room(self, size: int) -> int:
+        """The address of so many bytes, at the start of a line."""
+        if len(self._room) < size + 64:
+            self._room = torch.empty(size + 64, dtype=torch.int8)
+        return -(-self._room.data_ptr() // 64) * 64
 
 
 class FusedRows(Target):
@@ -305,7 +319,6 @@ class FusedRows(Target):
         mask = self.model_kwargs["attention_mask"]
         self._padding = (mask.shape[1] - mask.sum(-1)).tolist()
         self._cells = Cells(self.copy, rows=len(mask))
-        self._cells.reserve(mask.shape[1])
         for row, pad in enumerate(self._padding):
             self._take_in(row, 0, self.model_kwargs[compat.CACHE], row, pad)
         del self.model_kwargs[compat.CACHE]
@@ -313,6 +326,7 @@ class FusedRows(Target):
 
     def _take_in(self, row: int, position: int, cache: Any, its_row: int, start: int) -> None:
         """What a cache of the model holds from `start` on."""
+        self._cells.reserve(position + compat.length_of(cache) - start)
         for layer, keys, values in zip(cache.layers, self._cells.keys, self._cells.values, strict=True):
             end = position + layer.keys.shape[2] - start
             keys[row, :, position:end], values[row, :, position:end] = layer.keys[its_row, :, start:], layer.values[its_row, :, start:]
@@ -321,7 +335,6 @@ class FusedRows(Target):
         self.places, self.leads, self.fed = list(range(len(rows))), [0] * len(rows), width
         self.forwards += 1
         positions = [start - self._padding[row] for row, start in zip(rows, starts, strict=True)]
-        self._cells.reserve(max(positions) + width)
         ids = torch.stack([self.tokens.ids[row, start : start + width] for row, start in zip(rows, starts, strict=True)])
         if width > WIDEST:
             logits = [self._read(*row, logits_to_keep) for row in zip(rows, positions, ids, strict=True)]

@@ -31,9 +31,9 @@ SUMS, WEIGHTS, TEXTS = range(3)
 
 
 @cache
-def has_tiles() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in tiles (Intel's AMX), and Linux lets the process use them."""
-    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+def has_tiles(kind: str) -> bool:
+    """Whether this CPU multiplies matrices of `"bf16"` or `"int8"` in tiles (Intel's AMX), and Linux lets the process use them."""
+    if sys.platform != "linux" or not binding.get_host_cpu_features().get(f"amx-{kind}"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data))) == 0
@@ -61,7 +61,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _widened(typing_context: Any, number: Any) -> Any:
+def widened(typing_context: Any, number: Any) -> Any:
     """A float32 as it is, a bfloat16 (its bits, an uint16) as a float32."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -179,14 +179,14 @@ def _dots(tokens: int, fetch: bool) -> Any:
     return dots
 
 
-_dots_1, _dots_2, _dots_4, _dots_4_more = _dots(1, True), _dots(2, True), _dots(TOKENS, True), _dots(TOKENS, False)
+dots_1, dots_2, dots_4, dots_4_more = _dots(1, True), _dots(2, True), _dots(TOKENS, True), _dots(TOKENS, False)
 
 
 @njit(nogil=True, inline="always")
 def _write(sums: Any, bias: Any, out: Any, m: Any, n: Any) -> None:
     tokens = len(sums) // OUTPUTS
     for j in range(OUTPUTS):
-        more = _widened(bias[n + j]) if bias.shape[0] else np.float32(0)
+        more = widened(bias[n + j]) if bias.shape[0] else np.float32(0)
         for i in range(tokens):
             if m + i < out.shape[0]:
                 out[m + i, n + j] = _stored(sums[j * tokens + i] + more, out[0, 0])
@@ -212,12 +212,12 @@ def _widen(dtype: Any, job: Any) -> None:
     x, wide = carray(pointer(given), (tokens, inputs), dtype), carray(pointer(room), (padded, inputs), np.float32)
     for m in range(tokens):
         for k in range(inputs):
-            wide[m, k] = _widened(x[m, k])
+            wide[m, k] = widened(x[m, k])
     wide[tokens:] = 0
 
 
 @intrinsic
-def _take(typing_context: Any, counter: Any, number: Any) -> Any:
+def take(typing_context: Any, counter: Any, number: Any) -> Any:
     """The next `number` of what the threads share, by the address of what counts them: from where on they are this thread's."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -238,7 +238,7 @@ def _multiply(dtype: Any, job: Any) -> None:
     step = OUTPUTS * LANES * size // (1 if tokens <= TOKENS else 2)
     part = (outputs // PARTS // OUTPUTS + 1) * OUTPUTS
     while True:
-        start = _take(job.ctypes.data, part)
+        start = take(job.ctypes.data, part)
         if start >= outputs:
             break
         for begin in range(start, min(start + part, outputs), OUTPUTS):
@@ -247,14 +247,14 @@ def _multiply(dtype: Any, job: Any) -> None:
             middle = ahead + step * (inputs // LANES)
             for m in range(0, in_fours, TOKENS):
                 if m <= TOKENS:
-                    _write(_dots_4(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+                    _write(dots_4(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
                 else:
-                    _write(_dots_4_more(dtype, rows, x + m * row, inputs, ahead, step), bias, out, m, n)
+                    _write(dots_4_more(dtype, rows, x + m * row, inputs, ahead, step), bias, out, m, n)
             m = in_fours
             if tokens - m == 1:
-                _write(_dots_1(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+                _write(dots_1(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
             elif tokens - m == 2:
-                _write(_dots_2(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
+                _write(dots_2(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
 def _instruct(builder: Any, name: str, *values: Any) -> None:
@@ -267,7 +267,7 @@ def _at(builder: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _use_tiles(typing_context: Any, shapes: Any) -> Any:
+def _set_shapes(typing_context: Any, shapes: Any) -> Any:
     """Gives the tiles of this thread their shapes, by the address of what says them."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -278,7 +278,7 @@ def _use_tiles(typing_context: Any, shapes: Any) -> Any:
 
 
 @intrinsic
-def _release_tiles(typing_context: Any) -> Any:
+def release_tiles(typing_context: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _instruct(builder, "tilerelease")
         return context.get_dummy_value()
@@ -287,7 +287,7 @@ def _release_tiles(typing_context: Any) -> Any:
 
 
 @intrinsic
-def _room(typing_context: Any) -> Any:
+def room_for_sums(typing_context: Any) -> Any:
     """The address of `TILE` lines on this thread's stack."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -298,35 +298,57 @@ def _room(typing_context: Any) -> Any:
     return types.int64(), code
 
 
-@intrinsic
-def _multiply_tile(typing_context: Any, weight: Any, weight_row: Any, texts: Any, text_row: Any, steps: Any, sums: Any) -> Any:
-    """`TILE` rows of a weight times as many tokens or fewer, in so many steps of a tile each; addresses, and bytes from row to row."""
+@njit(nogil=True, inline="always")
+def use_tiles(columns: Any) -> None:
+    """Gives this thread's tiles shapes for so many columns of texts, until it is done with them (`release_tiles`)."""
+    shapes = carray(pointer(room_for_sums()), LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
+    shapes[:] = 0
+    shapes[0] = 1
+    for tile in (SUMS, WEIGHTS, TEXTS):
+        shapes[16 + 2 * tile], shapes[48 + tile] = LINE if tile == WEIGHTS else 4 * columns, TILE
+    _set_shapes(shapes.ctypes.data)
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight, weight_row, texts, text_row, steps, sums = arguments
-        i8, i64 = ir.IntType(8), ir.IntType(64)
-        _instruct(builder, "tilezero", i8(SUMS))
-        before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step, of_weight, of_texts = (builder.phi(i64) for _ in range(3))
-        _instruct(builder, "tileloadd64", i8(WEIGHTS), _at(builder, of_weight), weight_row)
-        _instruct(builder, "tileloadd64", i8(TEXTS), _at(builder, of_texts), text_row)
-        _instruct(builder, "tdpbf16ps", i8(SUMS), i8(WEIGHTS), i8(TEXTS))
-        next_step = builder.add(step, i64(1))
-        for phi, first, then in [
-            (step, i64(0), next_step),
-            (of_weight, weight, builder.add(of_weight, i64(LINE))),
-            (of_texts, texts, builder.add(of_texts, builder.mul(text_row, i64(TILE)))),
-        ]:
-            phi.add_incoming(first, before)
-            phi.add_incoming(then, loop)
-        builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
-        builder.position_at_end(after)
-        _instruct(builder, "tilestored64", i8(SUMS), _at(builder, sums), i64(LINE))
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), code
+def tile_product_of(instruction: str) -> Any:
+    """
+    A function for `TILE` rows of a weight times as many tokens or fewer, in so many steps of a tile each, by what multiplies two tiles;
+    takes addresses, and bytes from row to row and from step to step.
+    """
+
+    @intrinsic
+    def multiply_tile(
+        typing_context: Any, weight: Any, weight_row: Any, weight_step: Any, texts: Any, text_row: Any, steps: Any, sums: Any
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            weight, weight_row, weight_step, texts, text_row, steps, sums = arguments
+            i8, i64 = ir.IntType(8), ir.IntType(64)
+            _instruct(builder, "tilezero", i8(SUMS))
+            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step, of_weight, of_texts = (builder.phi(i64) for _ in range(3))
+            _instruct(builder, "tileloadd64", i8(WEIGHTS), _at(builder, of_weight), weight_row)
+            _instruct(builder, "tileloadd64", i8(TEXTS), _at(builder, of_texts), text_row)
+            _instruct(builder, instruction, i8(SUMS), i8(WEIGHTS), i8(TEXTS))
+            next_step = builder.add(step, i64(1))
+            for phi, first, then in [
+                (step, i64(0), next_step),
+                (of_weight, weight, builder.add(of_weight, weight_step)),
+                (of_texts, texts, builder.add(of_texts, builder.mul(text_row, i64(TILE)))),
+            ]:
+                phi.add_incoming(first, before)
+                phi.add_incoming(then, loop)
+            builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
+            builder.position_at_end(after)
+            _instruct(builder, "tilestored64", i8(SUMS), _at(builder, sums), i64(LINE))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), code
+
+    return multiply_tile
+
+
+_multiply_tile = tile_product_of("tdpbf16ps")
 
 
 @intrinsic
@@ -372,26 +394,21 @@ def _write_tile(typing_context: Any, sums: Any, column: Any, bias: Any, out: Any
 @njit(nogil=True, inline="always")
 def _multiply_in_tiles(job: Any) -> None:
     weight, _, x, bias, out, outputs, inputs, tokens = _fields(job)
-    at_once, sums = min(tokens, TILE), _room()
-    shapes = carray(pointer(_room()), LINE, np.uint8)  # as the instruction takes them: which kind, bytes of a row, rows
-    shapes[:] = 0
-    shapes[0] = 1
-    for tile in (SUMS, WEIGHTS, TEXTS):
-        shapes[16 + 2 * tile], shapes[48 + tile] = LINE if tile == WEIGHTS else 4 * at_once, TILE
-    _use_tiles(shapes.ctypes.data)
+    at_once, sums = min(tokens, TILE), room_for_sums()
+    use_tiles(at_once)
     part = (outputs // PARTS // TILE + 1) * TILE
     while True:
-        start = _take(job.ctypes.data, part)
+        start = take(job.ctypes.data, part)
         if start >= outputs:
             break
         for begin in range(start, min(start + part, outputs), TILE):
             n = min(begin, outputs - TILE)
             for first in range(0, tokens, TILE):
                 m = min(first, tokens - at_once)
-                _multiply_tile(weight + n * inputs * 2, inputs * 2, x + m * 4, tokens * 4, inputs // (2 * TILE), sums)
+                _multiply_tile(weight + n * inputs * 2, inputs * 2, LINE, x + m * 4, tokens * 4, inputs // (2 * TILE), sums)
                 for i in range(at_once):
                     _write_tile(sums, i, bias + n * 2 if bias else 0, out + ((m + i) * outputs + n) * 2)
-    _release_tiles()
+    release_tiles()
 
 
 # For each kind of numbers, what comes before a parallel region, and what the region's threads run, all of them the same.

@@ -236,7 +236,7 @@ def _kernel(dtype: torch.dtype, outputs: int, inputs: int) -> Any:
     from . import kernels  # numba takes a second
 
     fits_tiles = dtype == torch.bfloat16 and outputs >= kernels.TILE and inputs % (2 * kernels.TILE) == 0
-    return kernels.kernel("tiles" if fits_tiles and kernels.has_tiles() else str(dtype).removeprefix("torch."))
+    return kernels.kernel("tiles" if fits_tiles and kernels.has_tiles("bf16") else str(dtype).removeprefix("torch."))
 
 
 def _scratch(inputs: int) -> int:

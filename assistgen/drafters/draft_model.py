@@ -288,7 +288,9 @@ class DraftModelDrafter(Drafter):
         copy = self._copy(room)
         if self._memory is not None and self._memory.runs_on(copy):
             plan.renew(self.name)
-        if kept is not None and self._held[0] > 0 and getattr(kept[1], "copy", None) is copy:
+        # What was made in inference mode can't be written to outside.
+        writable = kept is not None and (torch.is_inference_mode_enabled() or not kept[1].tokens.ids.is_inference())
+        if kept is not None and writable and self._held[0] > 0 and getattr(kept[1], "copy", None) is copy:
             kept[1].roll_back({0: self._held[0]})
             self._use(kept[1], [0])
             return 0.0
