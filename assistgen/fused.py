@@ -122,6 +122,7 @@ class EightBits:
 
     Attributes:
         costs (`ForwardCosts`): of that forward.
+        is_in_tiles (`bool`): by instructions for tiles of integers (Intel's AMX).
         likeness (`float`), speed_up (`float`): of its logits to the model's, and over the model's own step, as measured.
     """
 
@@ -133,7 +134,7 @@ class EightBits:
         linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
         self._most_inputs = max(layer.in_features for layer in linears)
         fits_tiles = all(layer.in_features % kernels.LINE == 0 and layer.out_features % kernels.TILE == 0 for layer in linears)
-        self._is_in_tiles = fits_tiles and kernels.has_tiles("int8")
+        self.is_in_tiles = fits_tiles and kernels.has_tiles("int8")
         inner, head = model.model, model.lm_head
         attention, mlp = inner.layers[0].self_attn, inner.layers[0].mlp
         self._embeddings, self._rotary = model.get_input_embeddings().weight.detach(), inner.rotary_emb
@@ -187,7 +188,7 @@ class EightBits:
         for weight, some, their in zip(weights, integers.split(sizes), scales.split(sizes), strict=True):
             job = np.array([(0, weight.data_ptr(), some.data_ptr(), their.data_ptr(), *weight.shape)], self._kernels.QUANTIZATION)
             openmp.run_parallel(body.address, job.ctypes.data)
-        if self._is_in_tiles:  # each of them in one piece, one behind the other
+        if self.is_in_tiles:  # each of them in one piece, one behind the other
             line, tile = self._kernels.LINE, self._kernels.TILE
             integers = integers.view(-1, tile, inputs // line, line).transpose(1, 2)
         bias = 0
@@ -246,7 +247,7 @@ class EightBits:
             **addresses,
         }
         job = np.array([tuple(fields[name] for name in self._kernels.JOB.names)], self._kernels.JOB)
-        openmp.run_parallel(self._kernels.body("forward in tiles" if self._is_in_tiles else "forward").address, job.ctypes.data)
+        openmp.run_parallel(self._kernels.body("forward in tiles" if self.is_in_tiles else "forward").address, job.ctypes.data)
         return logits
 
     def rotations(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
