@@ -96,24 +96,31 @@ def why_not(model: Any) -> str | None:
         return "its weights aren't all on the CPU, in float32 or bfloat16"
     if sum(weight.numel() for weight in parameters) > MAX_WEIGHTS:
         return "it is no small model"
-    if any(_is_altered(module) for module in model.modules()):
+    if not all(_is_usual(module) for module in model.modules()):
         return "somebody has added to its layers"
     config = model.config
     if config.hidden_act != "silu" or set(layer_types(config)) != {FULL} or model.model.rotary_emb.rope_type not in ROTATIONS:
         return "its configuration is a rarer one"
-    inputs = {module.in_features for module in model.modules() if isinstance(module, torch.nn.Linear)}
-    return "its layers are of odd sizes" if any(size % linear.LANES for size in inputs) else None
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    fits = all(layer.in_features % linear.LANES == 0 and layer.out_features >= linear.LANES for layer in layers)
+    return None if fits else "its layers are of odd sizes"
 
 
-def _is_altered(module: Any) -> bool:
-    """Hooks, exchanged forwards, and linear layers that are something more (adapters, quantized weights)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or not linear.has_own_forward(module)
-    return bool(hooks) or (isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear)
+def _is_usual(module: Any) -> bool:
+    """transformers' own or torch's, so no adapter and nothing quantized; no hooks, and nobody has exchanged its forward."""
+    kind = type(module)
+    is_known = kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList) or kind.__module__.startswith("transformers.")
+    return is_known and not module._forward_hooks and not module._forward_pre_hooks and linear.has_own_forward(module)
 
 
 def _version(model: Any) -> list[tuple[int, int]]:
     """Another one when a weight was exchanged or written to."""
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in model.parameters()]
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros, whatever the defaults of dtype and device are."""
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 class EightBits:
@@ -183,7 +190,7 @@ class EightBits:
         """Addresses for layers that meet the same input."""
         weights = [layer.weight.contiguous() for layer in layers]
         sizes, inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        integers, scales = torch.empty(sum(sizes), inputs, dtype=torch.int8), torch.empty(sum(sizes))
+        integers, scales = _numbers(sum(sizes), inputs, dtype=torch.int8), _numbers(sum(sizes))
         body = self._kernels.body(str(weights[0].dtype).removeprefix("torch."))
         for weight, some, their in zip(weights, integers.split(sizes), scales.split(sizes), strict=True):
             job = np.array([(0, weight.data_ptr(), some.data_ptr(), their.data_ptr(), *weight.shape)], self._kernels.QUANTIZATION)
@@ -193,7 +200,7 @@ class EightBits:
             integers = integers.view(-1, tile, inputs // line, line).transpose(1, 2)
         bias = 0
         if any(layer.bias is not None for layer in layers):
-            parts = [torch.zeros(size) if layer.bias is None else layer.bias.float() for layer, size in zip(layers, sizes, strict=True)]
+            parts = [_numbers(size) if layer.bias is None else layer.bias.float() for layer, size in zip(layers, sizes, strict=True)]
             bias = self._address(torch.cat(parts))
         return {name: self._address(integers), f"{name}_scale": self._address(scales), f"{name}_bias": bias}
 
@@ -215,7 +222,7 @@ class EightBits:
         """
         sizes, tokens = self.sizes, len(ids)
         cells.reserve(int(places[:, 1].max()) + 1)
-        residual, logits = self._embeddings[ids].float(), torch.empty(len(kept), sizes.vocabulary)
+        residual, logits = self._embeddings[ids].float(), _numbers(len(kept), sizes.vocabulary)
         line, product_size = self._kernels.LINE, self._kernels.product_size(tokens, self._most_inputs)
         scratch_size = -(-(product_size + 4 * (tokens * sizes.hidden + cells.length)) // line) * line
         lengths = {
@@ -228,7 +235,7 @@ class EightBits:
         room, addresses = cells.room(sum(lengths.values()) + line * len(lengths)), {}
         for name, length in lengths.items():
             addresses[name], room = room, room + -(-length // line) * line
-        counters = torch.zeros((sizes.num_layers * self._kernels.COUNTERS + 1) * line // 8, dtype=torch.long)
+        counters = _numbers((sizes.num_layers * self._kernels.COUNTERS + 1) * line // 8, dtype=torch.long)
         tensors = {
             "counters": counters, "places": places, "keys": cells.keys, "values": cells.values, "cos": cells.cos, "sin": cells.sin,
             "residual": residual, "kept": kept, "logits": logits,
@@ -252,22 +259,22 @@ class EightBits:
 
     def rotations(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first so many positions, `(length, head size)` each."""
-        cos, sin = self._rotary(torch.empty(1, 1, device="cpu"), torch.arange(length)[None])
+        cos, sin = self._rotary(_numbers(1, 1), torch.arange(length, device="cpu")[None])
         return cos[0].float().contiguous(), sin[0].float().contiguous()
 
     def _compared(self, model: Any) -> tuple[float, float]:
         """How like the model's the logits are behind a few tokens, and how many times as quick."""
-        ids = torch.randint(len(self._embeddings), (PROBE,), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(len(self._embeddings), (PROBE,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         theirs, ours = [], []
         cache, cells = DynamicCache(), Cells(self, rows=1)
-        places = torch.stack([torch.zeros_like(ids), torch.arange(PROBE)], dim=1)
+        places = torch.stack([torch.zeros_like(ids), torch.arange(PROBE, device="cpu")], dim=1)
         products = linear.quick_products(model, 0)
         with products.over(1) if products is not None else nullcontext():
             for at in range(PROBE):
                 before = perf_counter()
                 true = model(input_ids=ids[None, at : at + 1], **{compat.CACHE: cache}).logits[0, -1].float()
                 between = perf_counter()
-                own = self.forward(ids[at : at + 1], places[at : at + 1], torch.zeros(1, dtype=torch.long), cells)[0]
+                own = self.forward(ids[at : at + 1], places[at : at + 1], places[:1, 0], cells)[0]
                 theirs.append(between - before)
                 ours.append(perf_counter() - between)
         likeness = torch.nn.functional.cosine_similarity(true - true.mean(), own - own.mean(), dim=0)
@@ -285,9 +292,9 @@ class Cells:
     """
 
     def __init__(self, copy: EightBits, rows: int):
-        self._copy, self._room = copy, torch.empty(0, dtype=torch.int8)
+        self._copy, self._room = copy, _numbers(0, dtype=torch.int8)
         sizes = copy.sizes
-        self.keys = torch.zeros(sizes.num_layers, rows, sizes.key_value_heads, 0, sizes.head_size)
+        self.keys = _numbers(sizes.num_layers, rows, sizes.key_value_heads, 0, sizes.head_size)
         self.values = self.keys.clone()
         self.reserve(CELLS)
 
@@ -304,12 +311,12 @@ class Cells:
     def room(self, size: int) -> int:
         """The address of so many bytes, at the start of a line."""
         if len(self._room) < size + 64:
-            self._room = torch.empty(size + 64, dtype=torch.int8)
+            self._room = _numbers(size + 64, dtype=torch.int8)
         return -(-self._room.data_ptr() // 64) * 64
 
 
 class FusedRows(Target):
-    """Rows that advance on their own, by a copy of the model with 8 bits a weight, which what is drafted may depend on and nothing else."""
+    """Rows that advance on their own, by a copy of the model with 8 bits a weight: only for drafts, whose words are judged."""
 
     def __init__(self, copy: EightBits, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -341,11 +348,12 @@ class FusedRows(Target):
             logits = [self._read(*row, logits_to_keep) for row in zip(rows, positions, ids, strict=True)]
             return SimpleNamespace(logits=torch.stack(logits))
         at_once, first, parts = WIDEST // len(rows), width - logits_to_keep, []
-        row_and_position = torch.tensor([[[row, start + i] for i in range(width)] for row, start in zip(rows, positions, strict=True)])
+        steps = [[[row, start + step] for step in range(width)] for row, start in zip(rows, positions, strict=True)]
+        row_and_position = torch.tensor(steps, device="cpu")
         for begin in range(0, width, at_once):
             columns = slice(begin, min(begin + at_once, width))
             fed, places = ids[:, columns].flatten(), row_and_position[:, columns].flatten(0, 1)
-            numbers = torch.arange(len(fed)).view(len(rows), -1)[:, max(0, first - begin) :]
+            numbers = torch.arange(len(fed), device="cpu").view(len(rows), -1)[:, max(0, first - begin) :]
             logits = self.copy.forward(fed, places, numbers.flatten(), self._cells)
             parts.append(logits.view(len(rows), -1, logits.shape[-1]))
         return SimpleNamespace(logits=torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
@@ -355,7 +363,7 @@ class FusedRows(Target):
         cache, cells = DynamicCache(), self._cells
         for number, (keys, values) in enumerate(zip(cells.keys, cells.values, strict=True)):
             cache.update(*(held[row : row + 1, :, :position].to(self.model.dtype) for held in (keys, values)), number)
-        with over_prompt(self.model, len(ids)):
+        with over_prompt(self.model, len(ids)), self._quickly(len(ids)):
             outputs = self.model(input_ids=ids[None], logits_to_keep=logits_to_keep, **{compat.CACHE: cache})
         self._take_in(row, position, cache, 0, position)
         return outputs.logits[0]

@@ -42,7 +42,7 @@ _njit = partial(njit, nogil=True, error_model="numpy")
 """Nothing may raise: the other threads would wait for a thread that has left."""
 
 
-def _structure(**fields: str) -> np.dtype[Any]:
+def _structure(**fields: str) -> Any:
     return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()])
 
 
@@ -60,17 +60,17 @@ MODEL = _structure(
 """Sizes, and addresses: `layers` points to a `LAYER` each. `between` is the size of what lies between the MLP's products."""
 JOB = _structure(
     int64="""
-        threads counters barrier model tokens places rows cells keys values cos sin residual after_attention query_key_value attended gate up
-        between scratch scratch_size product_size kept num_kept logits
+        threads counters barrier model tokens places rows cells keys values cos sin
+        residual after_attention query_key_value attended gate up between scratch scratch_size product_size kept num_kept logits
     """
 )
 """
 A forward, by addresses and sizes. `threads` and `counters` are 0 at first; `barrier` is a function.
 
 For each of `tokens` tokens `places` has a row and a position. `keys` and `values` are of the shape `(layers, rows, key-value heads, cells,
-head size)`, `cos` and `sin` `(cells, head size)`. `residual` holds the tokens' embeddings; it and what follows has room for the tokens. `scratch` has for
-each thread so many bytes: `product_size` for a product's input, then a norm of all tokens, then a score for each cell. `logits` are those of
-the tokens numbered in `kept`.
+head size)`, `cos` and `sin` `(cells, head size)`. `residual` holds the tokens' embeddings; it and what follows has room for the tokens.
+`scratch` has for each thread `scratch_size` bytes: `product_size` for a product's input, then a norm of all tokens, then a score for each
+cell. `logits` are those of the tokens numbered in `kept`.
 """
 ROWS = 48
 """Of a weight, that a thread takes at least: a multiple of `OUTPUTS` and `TILE`."""
@@ -82,7 +82,6 @@ COUNTERS = 6
 """Of each layer, on lines of their own; one more is the head's."""
 QUANTIZATION = _structure(int64="counter weight integers scales outputs inputs")
 """Of a weight `(outputs, inputs)`, by addresses; `counter` is 0 at first."""
-
 
 _multiply_tile = tile_product_of("tdpbssd")
 
@@ -151,7 +150,7 @@ def _as_it_is(x: Any, room: Any) -> None:
 
 @_njit(inline="always")
 def _bytes(x: Any, room: Any, m: Any, at_once: Any) -> Any:
-    """Tokens `m` and on as tiles take them, fours of inputs by tokens, each in two columns: higher bits, and behind all of those lower ones."""
+    """Tokens `m` and on as tiles take them: fours of inputs by tokens, a column of each one's higher bits, behind these of its lower."""
     tokens, inputs = x.shape
     size = 2 * at_once * inputs
     return carray(pointer(room + LINE + (m + at_once - 1) // at_once * size), (inputs // 4, 2 * at_once, 4), np.int8)
@@ -231,7 +230,7 @@ def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
 
 @_njit(fastmath=True)
 def _attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> None:
-    top, total = np.float32(-np.inf), np.float32(0)
+    top, total = np.float32(-3e38), np.float32(0)  # no infinity: fast mathematics know none
     for cell in range(keys.shape[0]):
         score = np.float32(0)
         for k in range(query.shape[0]):

@@ -326,9 +326,7 @@ def test_kernel_that_does_not_run_is_no_fault_of_the_call(eager, monkeypatch, ca
 
     monkeypatch.setattr(fused.EightBits, "forward", broken)
     model, draft = MODELS["llama"](), MODELS["llama"]()
-    fast = assistgen.generate(
-        model, prompt(18), max_new_tokens=12, do_sample=False, speculation={"method": "draft_model", "model": draft}
-    )
+    fast = assistgen.generate(model, prompt(18), max_new_tokens=12, do_sample=False, speculation={"method": "draft_model", "model": draft})
     assert torch.equal(fast, model.generate(prompt(18), max_new_tokens=12, do_sample=False))
     assert "kernel" in caplog.text
 
@@ -346,6 +344,23 @@ def test_where_torch_has_other_threads(eager, monkeypatch, caplog):
 def test_target_is_not_copied(eager):
     """A draft made of the target's own layers runs on its weights."""
     model = MODELS["llama"]()
-    assistgen.generate(model, prompt(18), max_new_tokens=12, do_sample=False, speculation={"method": "early_exit", "assistant_early_exit": 1})
+    assistgen.generate(
+        model, prompt(18), max_new_tokens=12, do_sample=False, speculation={"method": "early_exit", "assistant_early_exit": 1}
+    )
     assistgen.generate(model, prompt(18), max_new_tokens=12, do_sample=False, speculation={"method": "draft_model", "model": model})
     assert eager == []
+
+
+def test_defaults_of_dtype_and_device_are_somebody_elses():
+    model = representable(MODELS["llama"]())
+    ids = prompt(12)[0]
+    with torch.no_grad():
+        true = model(ids[None]).logits[0]
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                copy = fused.EightBits(model)
+                cells = fused.Cells(copy, rows=1)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(run(copy, ids, cells), true, rtol=1e-3, atol=1e-3)
