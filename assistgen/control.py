@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -292,6 +292,15 @@ class _Paid:
         reached, accepted = (sum(counts[i] for counts in self.accepted) for i in (0, 1))
         return (accepted + 1.4) / (reached + 2.0)
 
+    def rates(self, depth: int) -> Iterator[float]:
+        """For each position the chance that a token is accepted, those before it accepted."""
+        rate = 0.7
+        for position in range(depth):
+            if position < len(self.accepted):
+                reached, accepted = self.accepted[position]
+                rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
+            yield rate
+
     def observe(self, position: int, accepted: bool) -> None:
         while len(self.accepted) <= position:
             self.accepted.append([0.0, 0.0])
@@ -326,8 +335,6 @@ class DepthController:
 
     FIRST_HEURISTIC_DEPTH = 5
     PACE_DECAY = 0.98
-    EARLIER_STEPS = 8.0
-    """Plain steps that what was before counts as in a call."""
     LITTLE = 0.5
     """Expected tokens that learning a cost may cost."""
 
@@ -351,13 +358,12 @@ class DepthController:
         """Tokens a second of late over those of plain decoding."""
         return self._pace.tokens / self._pace.time
 
-    def trim(self, drafts: Sequence[Draft], costs: ForwardCosts, so_far: Pace | None = None) -> int:
+    def trim(self, drafts: Sequence[Draft], costs: ForwardCosts) -> int:
         """
         How many drafted tokens to verify.
 
         Args:
             drafts (`Sequence[Draft]`): what was proposed, one for each running row.
-            so_far (`Pace`, *optional*): what the call's rounds have brought.
 
         Returns:
             `int`: 0 … length of the longest draft; longer drafts are to be cut to it.
@@ -372,7 +378,7 @@ class DepthController:
             if curve is None:
                 return 0  # what a plain step costs has to be known first
             gains = self._gains(drafts, deepest)
-            price = self._price(curve, len(drafts), so_far)
+            price = self._price(curve, len(drafts))
             depth = max(range(deepest + 1), key=lambda k: gains[k] - price * curve[k])
             trial = costs.trial(len(drafts))
             if trial is not None and trial <= depth and gains[depth] - gains[trial - 1] < self.LITTLE:
@@ -388,15 +394,9 @@ class DepthController:
                 gains[k] += expected[min(k, len(draft.tokens))]
         return gains
 
-    def _price(self, curve: list[float], rows: int, so_far: Pace | None) -> float:
-        """
-        λ: the tokens that a second is worth. Where a call's text is harder than what came before, they are fewer: at the old price a
-        round would be worth the more the shorter it is, whatever it brings.
-        """
-        speedup = self.speedup
-        if so_far is not None:
-            speedup = min(speedup, (so_far.tokens + speedup * self.EARLIER_STEPS) / (so_far.time + self.EARLIER_STEPS))
-        return max(1.0, speedup) * rows / curve[0]
+    def _price(self, curve: list[float], rows: int) -> float:
+        """λ: the tokens that a second is worth."""
+        return max(1.0, self.speedup) * rows / curve[0]
 
     def width(self, rows: int, depth: int, max_depth: int, costs: ForwardCosts) -> int:
         """How wide to make a forward that verifies `depth` drafted tokens where up to `max_depth` would fit (`ForwardCosts.width`)."""
@@ -537,15 +537,11 @@ class RoundPlan:
                 if known.waited < known.patience + min(max(0.0, more), self.MOST_PATIENCE_TO_READ) or reading > to_come:
                     return Budget(0, 0)
                 known.waited = 0
-            price, gain, reach, rate = controller._price(self._curve, self.rows, self.so_far), 0.0, 1.0, 0.7
+            price, gain, reach = controller._price(self._curve, self.rows), 0.0, 1.0
             best = (0.0, 1)
-            for position in range(limit):
-                if position < len(known.accepted):
-                    reached, accepted = known.accepted[position]
-                    rate = (accepted + AcceptanceRates.STRENGTH * rate) / (reached + AcceptanceRates.STRENGTH)
+            for depth, rate in enumerate(known.rates(limit), start=1):
                 reach *= rate
                 gain += self.rows * reach
-                depth = position + 1
                 best = max(best, (gain - price * (self._curve[depth] + depth * known.typical - self._curve[0]), depth))
             return Budget(best[1], limit)
 
@@ -566,7 +562,7 @@ class RoundPlan:
             return True
         with controller._lock:
             known = controller._known(source)
-            price, rate, step = controller._price(curve, self.rows, self.so_far), known.rate, known.typical
+            price, rate, step = controller._price(curve, self.rows), known.rate, known.typical
             deepest = max(len(reach) for reach in reaches)
             if known.is_new and deepest < self.FIRST_DEPTH:
                 return True
@@ -594,19 +590,29 @@ class RoundPlan:
             self._controller._paid.pop(source, None)
 
     def prefers(self, draft: Draft, source: str) -> bool:
-        """Whether a free draft in hand promises at least as much as a round with `source`."""
-        controller = self._controller
+        """
+        Whether a free draft in hand promises at least as much as one of `source` in its place. Where the one is right the other is likely
+        to be: it is taken to miss only those of the draft's tokens that are wrong and that it would miss anyway.
+        """
+        controller, length = self._controller, len(draft.tokens)
         if not draft.tokens:
             return False
         with controller._lock:
-            curve = self.costs.verify(self.rows, len(draft.tokens))
+            curve = self.costs.verify(self.rows, length)
             if curve is None or not self.weighs_costs:
                 return True
-            price = controller._price(curve, self.rows, self.so_far) / self.rows  # of one row's share
-            expected = controller.rates.expected(draft.source, draft.evidence, len(draft.tokens))
-            free = max(1.0 + gain - price * curve[k] for k, gain in enumerate(expected))
+            price = controller._price(curve, self.rows) / self.rows  # of one row's share
+            expected = controller.rates.expected(draft.source, draft.evidence, length)
+            free = max(gain - price * cost for gain, cost in zip(expected, curve, strict=True))
             known = controller._known(source)
-            return free >= (known.pace.tokens - price * known.pace.time * curve[0]) / known.pace.rounds
+            best, gain, reach, before = -price * curve[0], 0.0, 1.0, 1.0
+            for depth, rate in enumerate(known.rates(length), start=1):
+                with_this = expected[depth] - expected[depth - 1]
+                right, before = with_this / before if before else 0.0, with_this
+                reach *= 1.0 - (1.0 - right) * (1.0 - rate)
+                gain += reach
+                best = max(best, gain - price * (curve[depth] + depth * known.typical))
+            return free >= best
 
 
 class ShadowedDraft:

@@ -240,7 +240,7 @@ class Decoding:
             return proposals, max(len(draft.tokens) for draft in proposals) + 1
         # A token that was drawn has to be judged. Left out because of what it is, it would shift the distribution.
         drawn = max(len(draft.tokens) if draft.probs is not None else 0 for draft in proposals)
-        depth = max(drawn, self.controller.trim(proposals, self.costs, self._so_far))
+        depth = max(drawn, self.controller.trim(proposals, self.costs))
         width = self.controller.width(len(proposals), depth, room, self.costs) if self.target.can_fill else depth + 1
         return [draft.cut(depth) for draft in proposals], width
 

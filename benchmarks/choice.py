@@ -154,7 +154,7 @@ class Session:
             room = min(LIMIT, len(output) + beyond - at - 1)
             plan = controller.plan(1, costs, len(output) + beyond - at, so_far)
             proposal = drafter.propose([0], [room], plan)[0] if room else Draft([], drafter.name)
-            depth = controller.trim([proposal], costs, so_far)
+            depth = controller.trim([proposal], costs)
             draft, width = proposal.cut(depth), controller.width(1, depth, room, costs)
             seconds = self._clock.seconds(cost(self._costs.curve, width))
             costs.record(1, width, seconds)

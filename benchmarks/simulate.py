@@ -18,7 +18,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from assistgen import weights
-from assistgen.control import DepthController, ForwardCosts, Pace, ShadowedDraft
+from assistgen.control import DepthController, ForwardCosts, ShadowedDraft
 from assistgen.drafters.base import Draft, Drafter, chance_of
 from assistgen.drafters.ngram import NGramDrafter
 from assistgen.drafters.suffix import SuffixDrafter
@@ -164,12 +164,11 @@ class Adaptive(Policy):
         self.source, self.is_free, self._draft_ms = source, draft_ms == 0, draft_ms
         self.controller, self.costs = DepthController(), ForwardCosts()
         self._shadows: list[ShadowedDraft] = []
-        self._so_far = Pace()
         self._limit = LIMIT
 
     def begin(self, limit: int) -> int:
         self._limit = limit
-        self._plan = self.controller.plan(1, self.costs, so_far=self._so_far)
+        self._plan = self.controller.plan(1, self.costs)
         if self.is_free:
             return limit
         self._reach: list[float] = []
@@ -186,7 +185,7 @@ class Adaptive(Policy):
         return Draft(tokens, self.source, step.evidence[:drafted] or (3,), is_free=self.is_free)
 
     def depth(self, step: Step, drafted: int) -> tuple[int, int]:
-        k = self.controller.trim([self._draft(0, step, drafted)], self.costs, self._so_far)
+        k = self.controller.trim([self._draft(0, step, drafted)], self.costs)
         return k, self.controller.width(1, k, self._limit, self.costs)
 
     def observe(self, at: int, step: Step, round_: Round) -> None:

@@ -207,3 +207,34 @@ def test_a_draft_that_was_not_verified_still_teaches():
     assert not shadow.follow([2, 9], controller)
     assert controller.to_dict()["acceptance"]["ngram/4"][0] == [1.0, 1.0]
     assert controller.to_dict()["acceptance"]["ngram/4"][2] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("seconds", "preferred"), [(0.002, False), (0.02, False), (0.2, True)])
+def test_a_free_draft_or_a_dearer_one(seconds, preferred):
+    """Where the free one may be right the other is likely to be, so that only its price speaks against it."""
+    controller, costs = DepthController(), ForwardCosts()
+    for width in (1, 1, 4, 4):
+        costs.record(1, width, 0.1)
+    free = Draft([1, 2, 3], "suffix", (4, 4, 4))
+    plan = controller.plan(1, costs)
+    for _ in range(30):
+        plan.spent("draft_model", 1, seconds)
+        for position in range(4):
+            controller.observe(Draft([1] * 4, "draft_model", (6,) * 4, is_free=False), position, True)
+    assert plan.prefers(free, "draft_model") is preferred
+    assert not plan.prefers(free.cut(0), "draft_model")
+    assert DepthController("constant").plan(1, costs).prefers(free, "draft_model")  # in their order
+
+
+def test_a_free_draft_that_is_always_right():
+    controller, costs = DepthController(), ForwardCosts()
+    for width in (1, 1, 8, 8):
+        costs.record(1, width, 0.1)
+    plan = controller.plan(1, costs)
+    free = Draft([1] * 7, "suffix", (24,) * 7)
+    plan.spent("draft_model", 1, 0.02)
+    assert not plan.prefers(free, "draft_model")  # says its drafter, which isn't known yet
+    for _ in range(30):
+        for position in range(7):
+            controller.observe(free, position, True)
+    assert plan.prefers(free, "draft_model")

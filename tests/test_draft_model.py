@@ -460,7 +460,7 @@ def test_the_controller_cuts_no_drawn_tokens(rows):
     kwargs = {"do_sample": True, "max_new_tokens": 20, "return_dict_in_generate": True}
     for method, cuts in (("probabilistic", False), ("greedy", True)):
         speculator = Speculator(config | {"draft_sample_method": method})
-        speculator.controller.trim = lambda drafts, costs, so_far: 0
+        speculator.controller.trim = lambda drafts, costs: 0
         stats = assistgen.generate(model, ids, speculation=speculator, **kwargs).speculation
         assert stats.draft_forwards > 0
         assert (stats.num_draft_tokens == 0) == cuts
