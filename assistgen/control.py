@@ -589,25 +589,25 @@ class RoundPlan:
         with self._controller._lock:
             self._controller._paid.pop(source, None)
 
-    def prefers(self, draft: Draft, source: str) -> bool:
+    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
         """
-        Whether a free draft in hand promises at least as much as one of `source` in its place. Where the one is right the other is likely
-        to be: it is taken to miss only those of the draft's tokens that are wrong and that it would miss anyway.
+        Whether a free draft in hand promises at least as much as one of `source`, of up to `limit` tokens, in its place. Where the one is
+        right the other is likely to be: it is taken to miss only those of the draft's tokens that are wrong and that it would miss anyway.
         """
         controller, length = self._controller, len(draft.tokens)
         if not draft.tokens:
             return False
         with controller._lock:
-            curve = self.costs.verify(self.rows, length)
+            curve = self.costs.verify(self.rows, max(length, limit))
             if curve is None or not self.weighs_costs:
                 return True
             price = controller._price(curve, self.rows) / self.rows  # of one row's share
             expected = controller.rates.expected(draft.source, draft.evidence, length)
-            free = max(gain - price * cost for gain, cost in zip(expected, curve, strict=True))
+            free = max(gain - price * curve[depth] for depth, gain in enumerate(expected))
             known = controller._known(source)
             best, gain, reach, before = -price * curve[0], 0.0, 1.0, 1.0
-            for depth, rate in enumerate(known.rates(length), start=1):
-                with_this = expected[depth] - expected[depth - 1]
+            for depth, rate in enumerate(known.rates(limit), start=1):
+                with_this = expected[depth] - expected[depth - 1] if depth <= length else 0.0
                 right, before = with_this / before if before else 0.0, with_this
                 reach *= 1.0 - (1.0 - right) * (1.0 - rate)
                 gain += reach

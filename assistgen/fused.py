@@ -5,7 +5,8 @@ A step of a small model over one token takes as long as reading its weights, and
 operations. A draft needn't be exact, only likely, so half the bytes do, and a family of models that is one formula (Llama's) needs neither
 torch nor Python between two of its products. Prompts, and whatever else is many tokens, go by the model itself.
 
-The weights are rounded to integers row by row (as in LLM.int8(), arXiv 2208.07339, without outliers apart: activations stay float32).
+The weights are rounded to integers row by row (as in LLM.int8(), arXiv 2208.07339, but with nothing kept apart: what they are multiplied
+with stays float32, or has 15 bits in tiles).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _lock = threading.Lock()
 _copies: weakref.WeakKeyDictionary[Any, tuple[Any, EightBits | None]] = weakref.WeakKeyDictionary()
 """With what the weights were when it was made, or turned out to be none."""
 _asked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Tokens, while there was no copy."""
+"""Tokens, since the weights are as they are."""
 
 
 def eight_bits(model: Any, tokens: int) -> EightBits | None:
@@ -82,6 +83,7 @@ def eight_bits(model: Any, tokens: int) -> EightBits | None:
         except Exception:
             logger.warning("Drafts go by the draft model's own forward: the kernel that may be quicker doesn't run here.", exc_info=True)
         _copies[model] = version, copy
+        _asked.pop(model, None)
         return copy
 
 
@@ -91,8 +93,9 @@ def why_not(model: Any) -> str | None:
         return f"{type(model).__name__} is of another family"
     if openmp.is_ruled_out() or compat.is_sharded(model) or linear.is_compiled(model):
         return "its layers aren't torch's alone"
-    parameters = list(model.parameters())
-    if not all(linear.is_plain(weight) and weight.dtype in linear.DTYPES for weight in parameters):
+    parameters, layers = list(model.parameters()), [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    types = {layer.weight.dtype for layer in layers}
+    if not all(linear.is_plain(weight) and weight.layout == torch.strided and weight.dtype in linear.DTYPES for weight in parameters):
         return "its weights aren't all on the CPU, in float32 or bfloat16"
     if sum(weight.numel() for weight in parameters) > MAX_WEIGHTS:
         return "it is no small model"
@@ -101,21 +104,30 @@ def why_not(model: Any) -> str | None:
     config = model.config
     if config.hidden_act != "silu" or set(layer_types(config)) != {FULL} or model.model.rotary_emb.rope_type not in ROTATIONS:
         return "its configuration is a rarer one"
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    shapes = [[(name, weight.shape) for name, weight in layer.named_parameters()] for layer in model.model.layers]
+    alike = len(types) == 1 and all(shape == shapes[0] for shape in shapes)
     fits = all(layer.in_features % linear.LANES == 0 and layer.out_features >= linear.LANES for layer in layers)
-    return None if fits else "its layers are of odd sizes"
+    true = all(layer.weight.shape == (layer.out_features, layer.in_features) for layer in layers)
+    return None if alike and fits and true else "its layers are of odd sizes"
 
 
 def _is_usual(module: Any) -> bool:
-    """transformers' own or torch's, so no adapter and nothing quantized; no hooks, and nobody has exchanged its forward."""
-    kind = type(module)
+    """
+    transformers' own or torch's, so no adapter and nothing quantized; nobody has exchanged its forward, and there are no hooks but those
+    that transformers leaves where it has once recorded outputs.
+    """
+    kind, hooks = type(module), [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_known = kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList) or kind.__module__.startswith("transformers.")
-    return is_known and not module._forward_hooks and not module._forward_pre_hooks and linear.has_own_forward(module)
+    has_hooks = any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)
+    return is_known and not has_hooks and linear.has_own_forward(module)
 
 
-def _version(model: Any) -> list[tuple[int, int]]:
-    """Another one when a weight was exchanged or written to."""
-    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in model.parameters()]
+def _version(model: Any) -> list[tuple[int, int, str]]:
+    """Another one when a weight was exchanged or written to; by way of `data` (as adapters are merged) if that changed its first number."""
+    return [
+        (weight.data_ptr(), 0 if weight.is_inference() else weight._version, repr(weight.detach()[(0,) * weight.dim()].item()))
+        for weight in model.parameters()
+    ]
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -221,6 +233,7 @@ class EightBits:
             `torch.FloatTensor` of shape `(kept, vocab)`.
         """
         sizes, tokens = self.sizes, len(ids)
+        places, kept = places.contiguous(), kept.contiguous()
         cells.reserve(int(places[:, 1].max()) + 1)
         residual, logits = self._embeddings[ids].float(), _numbers(len(kept), sizes.vocabulary)
         line, product_size = self._kernels.LINE, self._kernels.product_size(tokens, self._most_inputs)
@@ -272,7 +285,7 @@ class EightBits:
         with products.over(1) if products is not None else nullcontext():
             for at in range(PROBE):
                 before = perf_counter()
-                true = model(input_ids=ids[None, at : at + 1], **{compat.CACHE: cache}).logits[0, -1].float()
+                true = model(input_ids=ids[None, at : at + 1], return_dict=True, **{compat.CACHE: cache}).logits[0, -1].float()
                 between = perf_counter()
                 own = self.forward(ids[at : at + 1], places[at : at + 1], places[:1, 0], cells)[0]
                 theirs.append(between - before)
@@ -325,17 +338,19 @@ class FusedRows(Target):
     def prefill(self) -> Any:
         outputs = super().prefill()
         mask = self.model_kwargs["attention_mask"]
-        self._padding = (mask.shape[1] - mask.sum(-1)).tolist()
-        self._cells = Cells(self.copy, rows=len(mask))
-        for row, pad in enumerate(self._padding):
-            self._take_in(row, 0, self.model_kwargs[compat.CACHE], row, pad)
-        del self.model_kwargs[compat.CACHE]
+        self.adopt(self.model_kwargs.pop(compat.CACHE), (mask.shape[1] - mask.sum(-1)).tolist())
         return outputs
+
+    def adopt(self, cache: Any, padding: list[int]) -> None:
+        """Goes on where a cache of the model ends, whose rows begin with so much padding."""
+        self._padding, self.cells = padding, Cells(self.copy, rows=len(padding))
+        for row, pad in enumerate(padding):
+            self._take_in(row, 0, cache, row, pad)
 
     def _take_in(self, row: int, position: int, cache: Any, its_row: int, start: int) -> None:
         """What a cache of the model holds from `start` on."""
-        self._cells.reserve(position + compat.length_of(cache) - start)
-        for layer, keys, values in zip(cache.layers, self._cells.keys, self._cells.values, strict=True):
+        self.cells.reserve(position + compat.length_of(cache) - start)
+        for layer, keys, values in zip(cache.layers, self.cells.keys, self.cells.values, strict=True):
             end = position + layer.keys.shape[2] - start
             keys[row, :, position:end], values[row, :, position:end] = layer.keys[its_row, :, start:], layer.values[its_row, :, start:]
 
@@ -354,17 +369,17 @@ class FusedRows(Target):
             columns = slice(begin, min(begin + at_once, width))
             fed, places = ids[:, columns].flatten(), row_and_position[:, columns].flatten(0, 1)
             numbers = torch.arange(len(fed), device="cpu").view(len(rows), -1)[:, max(0, first - begin) :]
-            logits = self.copy.forward(fed, places, numbers.flatten(), self._cells)
-            parts.append(logits.view(len(rows), -1, logits.shape[-1]))
+            logits = self.copy.forward(fed, places, numbers.flatten(), self.cells)
+            parts.append(logits.view(*numbers.shape, logits.shape[-1]))
         return SimpleNamespace(logits=torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
 
     def _read(self, row: int, position: int, ids: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
         """A row's further text, by the model itself. Returns the logits, `(logits_to_keep, vocab)`."""
-        cache, cells = DynamicCache(), self._cells
+        cache, cells = DynamicCache(), self.cells
         for number, (keys, values) in enumerate(zip(cells.keys, cells.values, strict=True)):
             cache.update(*(held[row : row + 1, :, :position].to(self.model.dtype) for held in (keys, values)), number)
         with over_prompt(self.model, len(ids)), self._quickly(len(ids)):
-            outputs = self.model(input_ids=ids[None], logits_to_keep=logits_to_keep, **{compat.CACHE: cache})
+            outputs = self.model(input_ids=ids[None], logits_to_keep=logits_to_keep, return_dict=True, **{compat.CACHE: cache})
         self._take_in(row, position, cache, 0, position)
         return outputs.logits[0]
 

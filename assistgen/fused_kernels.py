@@ -166,10 +166,11 @@ def _arrange_in_tiles(x: Any, room: Any) -> None:
         m = min(first, tokens - at_once)
         texts = _bytes(x, room, m, at_once)
         for i in range(at_once):
-            largest = np.float32(0)
+            largest, broken = np.float32(0), np.float32(0)
             for k in range(inputs):
                 largest = max(largest, abs(x[m + i, k]))
-            factors[m + i] = largest / np.float32(LARGEST)
+                broken += x[m + i, k] * np.float32(0)
+            factors[m + i] = largest / np.float32(LARGEST) + broken  # not a number if one of them is none
             factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
             for k in range(inputs):
                 number = np.int32(np.rint(x[m + i, k] * factor))
@@ -344,6 +345,8 @@ def _forward_by(arrange: Any, multiply: Any) -> Any:
             product(counter + 5 * LINE, layer.down, layer.down_scale, layer.down_bias, between, room, after_attention, x)
             _call(job.barrier)
             counter += COUNTERS * LINE
+        if job.num_kept == 0:
+            return
         kept = carray(pointer(job.kept), job.num_kept, np.int64)
         for m in range(job.num_kept):
             _normed(x[kept[m]], _vector(model.before_head, hidden), model.epsilon, normed[m])

@@ -221,9 +221,10 @@ def test_a_free_draft_or_a_dearer_one(seconds, preferred):
         plan.spent("draft_model", 1, seconds)
         for position in range(4):
             controller.observe(Draft([1] * 4, "draft_model", (6,) * 4, is_free=False), position, True)
-    assert plan.prefers(free, "draft_model") is preferred
-    assert not plan.prefers(free.cut(0), "draft_model")
-    assert DepthController("constant").plan(1, costs).prefers(free, "draft_model")  # in their order
+    assert plan.prefers(free, "draft_model", 3) is preferred
+    assert not plan.prefers(free.cut(0), "draft_model", 3)
+    assert not plan.prefers(free.cut(1), "draft_model", 15) or preferred  # the other one could go on
+    assert DepthController("constant").plan(1, costs).prefers(free, "draft_model", 3)  # in their order
 
 
 def test_a_free_draft_that_is_always_right():
@@ -233,8 +234,8 @@ def test_a_free_draft_that_is_always_right():
     plan = controller.plan(1, costs)
     free = Draft([1] * 7, "suffix", (24,) * 7)
     plan.spent("draft_model", 1, 0.02)
-    assert not plan.prefers(free, "draft_model")  # says its drafter, which isn't known yet
+    assert not plan.prefers(free, "draft_model", 7)  # says its drafter, which isn't known yet
     for _ in range(30):
         for position in range(7):
             controller.observe(free, position, True)
-    assert plan.prefers(free, "draft_model")
+    assert plan.prefers(free, "draft_model", 7)

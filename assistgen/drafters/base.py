@@ -135,5 +135,5 @@ class Plan(Protocol):
     def renew(self, source: str) -> None:
         """What drafting with a source costs has changed."""
 
-    def prefers(self, draft: Draft, source: str) -> bool:
-        """Whether a draft in hand promises at least as much as a round with `source`."""
+    def prefers(self, draft: Draft, source: str, limit: int) -> bool:
+        """Whether a draft in hand promises at least as much as one of `source`, of up to `limit` tokens, in its place."""

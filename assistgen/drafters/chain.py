@@ -35,9 +35,10 @@ class ChainDrafter(Drafter):
         best = [Draft([], self.name) for _ in rows]
         for drafter, limit in zip(self._drafters, self._limits, strict=True):
             # A free drafter fills the gaps; one that costs time also competes with what there is.
+            rooms = [min(room, limit) for room in max_tokens]
             rooms = [
-                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name)) else min(room, limit)
-                for draft, room in zip(best, max_tokens, strict=True)
+                0 if draft.tokens and (drafter.is_free or plan.prefers(draft, drafter.name, room)) else room
+                for draft, room in zip(best, rooms, strict=True)
             ]
             if max(rooms, default=0) > 0:
                 others = drafter.propose(rows, rooms, plan)

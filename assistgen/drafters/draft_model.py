@@ -235,14 +235,14 @@ class DraftModelDrafter(Drafter):
         if plan.weighs_costs and reading == 0.0 and behind >= 2 * SAMPLE and not self._sees:
             self._price_reading(max((self._texts[row] for row in rows), key=len))
             return [Draft([], self.name, is_free=False) for _ in rows]  # the next round knows what it would pay
-        seconds = self._start(plan.remaining or max(max_tokens), plan) if self._runner is None else 0.0
-        start = perf_counter()
-        if self._behind(rows):
+        if self._runner is None:
+            self._start(plan.remaining or max(max_tokens), plan)
+        if behind := self._behind(rows):
+            start = perf_counter()
             self._step(list(rows), [self._texts[row][:-1] or self._texts[row] for row in rows], [[] for _ in rows])
-        if behind:
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)  # its time is no part of the draft's, which is waited for next
-            self._read_costs.record_reading(behind * len(rows), seconds + perf_counter() - start)
+            self._read_costs.record_reading(behind * len(rows), perf_counter() - start)
         assert self._runner is not None
         if self._looks:
             limit = min(budget.limit, self._runner.max_width - 1)
@@ -282,37 +282,46 @@ class DraftModelDrafter(Drafter):
         self.num_forwards += 1
         return perf_counter() - before
 
-    def _start(self, room: int, plan: Plan) -> float:
-        """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come. Returns the forward's seconds."""
+    def _start(self, room: int, plan: Plan) -> None:
+        """The text's forward, but for its last token, or a kept cache; up to `room` tokens are to come."""
         kept, self._kept = self._kept, None
-        copy = self._copy(room)
-        if self._memory is not None and self._memory.runs_on(copy):
-            plan.renew(self.name)
-        # What was made in inference mode can't be written to outside.
-        writable = kept is not None and (torch.is_inference_mode_enabled() or not kept[1].tokens.ids.is_inference())
-        if kept is not None and writable and self._held[0] > 0 and getattr(kept[1], "copy", None) is copy:
+        copy = self._copy(room, plan)
+        if kept is not None and self._held[0] > 0 and _is_usable(kept[1], copy):
             kept[1].roll_back({0: self._held[0]})
-            self._use(kept[1], [0])
-            return 0.0
+            self._use(self._on_copy(kept[1], copy) if copy is not None else kept[1], [0])
+            return
         if self._num_own_layers and self._on_targets_cache():
             assert self._runner is not None
             self._runner.get_ready(room)
-            return 0.0
+            return
         fresh, padding = self._conditioned() if self._sees else self._on_text(copy)
         seconds = self._prefill(fresh)
         fresh.get_ready(room)
         self._use(fresh, padding)
         fed = fresh.tokens.prompt_length
         self._held = [min(len(text), fed - pad) for pad, text in zip(padding, self._texts, strict=True)]
+        if fed >= FAR_BEHIND:
+            self._read_costs.record_reading(fed * len(self._texts), seconds)
         if self._chains:
             assert isinstance(fresh, FixedRows)
             fresh.get_ready_to_chain(self._num_columns)
-        return seconds
 
-    def _copy(self, room: int) -> EightBits | None:
+    def _copy(self, room: int, plan: Plan) -> EightBits | None:
         """The model's with 8 bits a weight, where nothing but text goes by it and it has weights of its own."""
-        usual = self._max_new_tokens is None and not self._sees and not self._shares_weights and len(self._texts) <= MAX_ROWS
-        return eight_bits(self.model, room) if usual else None
+        if self._max_new_tokens is not None or self._sees or self._shares_weights or len(self._texts) > MAX_ROWS:
+            return None
+        copy = eight_bits(self.model, room)
+        if self._memory is not None and self._memory.runs_on(copy):
+            plan.renew(self.name)
+        return copy
+
+    def _on_copy(self, kept: RowsInStep | FusedRows, copy: EightBits) -> FusedRows:
+        """A kept cache as the copy takes it, if it is the model's own."""
+        if isinstance(kept, FusedRows):
+            return kept
+        runner = self._make_runner(partial(FusedRows, copy), kept.tokens.ids[:, : self._held[0]], {})
+        runner.adopt(kept.close(), [0])
+        return runner
 
     def _use(self, runner: Target, padding: list[int]) -> None:
         self._runner, self._padding = runner, padding
@@ -581,6 +590,13 @@ class DraftModelDrafter(Drafter):
 
     def _draft_ids(self, places: torch.Tensor) -> torch.Tensor:
         return places if self._columns is None else self._columns[places]
+
+
+def _is_usable(kept: RowsInStep | FusedRows, copy: EightBits | None) -> bool:
+    """Not if it ran on another copy; and what was made in inference mode can't be written to outside."""
+    written = [kept.tokens.ids, *([kept.cells.keys] if isinstance(kept, FusedRows) else [])]
+    is_writable = torch.is_inference_mode_enabled() or not any(tensor.is_inference() for tensor in written)
+    return is_writable and not (isinstance(kept, FusedRows) and kept.copy is not copy)
 
 
 def _evidence(confidence: float) -> int:
