@@ -16,6 +16,9 @@ from assistgen.tokens import TokenBuffer
 from .tiny import VOCAB, build, pad_left, prompt
 
 
+pytestmark = pytest.mark.exactness
+
+
 def qwen3():
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
