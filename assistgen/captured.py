@@ -381,9 +381,7 @@ def _constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 def _why_no_capture(model: Any) -> str | None:
     """What of a model is done by Python in each forward, and wouldn't be done in a replay."""
     for module in model.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # transformers installs its own for good once somebody asks for hidden states; what they pick out is in the capture.
-        if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks):
+        if compat.has_hooks(module):  # what transformers' own pick out is in the capture
             return f"{type(model).__name__} has hooks, which a captured forward wouldn't run"
         if hasattr(module, "get_base_layer"):
             return f"{type(model).__name__} has adapters, whose change a captured forward wouldn't see"

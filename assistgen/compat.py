@@ -174,3 +174,9 @@ def ranks_in_step(model: Any) -> bool:
 def is_sharded(model: Any) -> bool:
     """Whether other processes hold parts of the model and decode the same text (tensor parallelism)."""
     return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def has_hooks(module: Any) -> bool:
+    """Somebody's: transformers installs its own for good once hidden states were asked for, and these only pick out."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)

@@ -26,7 +26,6 @@ from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwe
 from . import compat, linear, openmp
 from .cache import FULL
 from .control import ForwardCosts
-from .linear import over_prompt
 from .target import Target, layer_types
 
 
@@ -64,7 +63,7 @@ def eight_bits(model: Any, tokens: int) -> EightBits | None:
         model (`PreTrainedModel`): the draft model.
         tokens (`int`): so many may be drafted. Too few, together with those of earlier calls, aren't worth the seconds.
     """
-    if why_not(model) is not None:
+    if not can_be_copied(model):
         return None
     with _lock:
         version = _version(model)
@@ -87,39 +86,34 @@ def eight_bits(model: Any, tokens: int) -> EightBits | None:
         return copy
 
 
-def why_not(model: Any) -> str | None:
-    """Why there is no copy of a model, as far as that is plain to see, or `None`."""
-    if type(model) not in FAMILIES:
-        return f"{type(model).__name__} is of another family"
-    if openmp.is_ruled_out() or compat.is_sharded(model) or linear.is_compiled(model):
-        return "its layers aren't torch's alone"
-    parameters, layers = list(model.parameters()), [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    types = {layer.weight.dtype for layer in layers}
-    if not all(linear.is_plain(weight) and weight.layout == torch.strided and weight.dtype in linear.DTYPES for weight in parameters):
-        return "its weights aren't all on the CPU, in float32 or bfloat16"
-    if sum(weight.numel() for weight in parameters) > MAX_WEIGHTS:
-        return "it is no small model"
-    if not all(_is_usual(module) for module in model.modules()):
-        return "somebody has added to its layers"
+def can_be_copied(model: Any) -> bool:
+    """As far as that is plain to see."""
+    if type(model) not in FAMILIES or openmp.is_ruled_out() or compat.is_sharded(model) or linear.is_compiled(model):
+        return False
+    weights = list(model.parameters())
+    if not all(linear.is_plain(weight) and weight.layout == torch.strided and weight.dtype in linear.DTYPES for weight in weights):
+        return False
+    if sum(weight.numel() for weight in weights) > MAX_WEIGHTS or not all(_is_untouched(module) for module in model.modules()):
+        return False
     config = model.config
     if config.hidden_act != "silu" or set(layer_types(config)) != {FULL} or model.model.rotary_emb.rope_type not in ROTATIONS:
-        return "its configuration is a rarer one"
+        return False
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     shapes = [[(name, weight.shape) for name, weight in layer.named_parameters()] for layer in model.model.layers]
-    alike = len(types) == 1 and all(shape == shapes[0] for shape in shapes)
-    fits = all(layer.in_features % linear.LANES == 0 and layer.out_features >= linear.LANES for layer in layers)
-    true = all(layer.weight.shape == (layer.out_features, layer.in_features) for layer in layers)
-    return None if alike and fits and true else "its layers are of odd sizes"
+    alike = len({layer.weight.dtype for layer in layers}) == 1 and all(shape == shapes[0] for shape in shapes)
+    return alike and all(
+        layer.in_features % linear.LANES == 0
+        and layer.out_features >= linear.LANES
+        and layer.weight.shape == (layer.out_features, layer.in_features)
+        for layer in layers
+    )
 
 
-def _is_usual(module: Any) -> bool:
-    """
-    transformers' own or torch's, so no adapter and nothing quantized; nobody has exchanged its forward, and there are no hooks but those
-    that transformers leaves where it has once recorded outputs.
-    """
-    kind, hooks = type(module), [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+def _is_untouched(module: Any) -> bool:
+    """transformers' own or torch's, so no adapter and nothing quantized; without hooks, and nobody has exchanged its forward."""
+    kind = type(module)
     is_known = kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList) or kind.__module__.startswith("transformers.")
-    has_hooks = any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)
-    return is_known and not has_hooks and linear.has_own_forward(module)
+    return is_known and not compat.has_hooks(module) and linear.has_own_forward(module)
 
 
 def _version(model: Any) -> list[tuple[int, int, str]]:
@@ -171,7 +165,7 @@ class EightBits:
         layers = [self._layer(layer) for layer in inner.layers]
         table = self._structure("LAYER", *layers)
         whole = {**sizes, "layers": table.ctypes.data, "before_head": self._gain(inner.norm), **self._product("head", head)}
-        self.model = self._structure("MODEL", whole)
+        self._model = self._structure("MODEL", whole)
         self.sizes = SimpleNamespace(**sizes)
         self.costs = ForwardCosts()
         self.likeness, self.speed_up = self._compared(model)
@@ -202,7 +196,7 @@ class EightBits:
         """Addresses for layers that meet the same input."""
         weights = [layer.weight.contiguous() for layer in layers]
         sizes, inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        integers, scales = _numbers(sum(sizes), inputs, dtype=torch.int8), _numbers(sum(sizes))
+        integers, scales = torch.empty(sum(sizes), inputs, dtype=torch.int8, device="cpu"), _numbers(sum(sizes))
         body = self._kernels.body(str(weights[0].dtype).removeprefix("torch."))
         for weight, some, their in zip(weights, integers.split(sizes), scales.split(sizes), strict=True):
             job = np.array([(0, weight.data_ptr(), some.data_ptr(), their.data_ptr(), *weight.shape)], self._kernels.QUANTIZATION)
@@ -235,7 +229,8 @@ class EightBits:
         sizes, tokens = self.sizes, len(ids)
         places, kept = places.contiguous(), kept.contiguous()
         cells.reserve(int(places[:, 1].max()) + 1)
-        residual, logits = self._embeddings[ids].float(), _numbers(len(kept), sizes.vocabulary)
+        residual = self._embeddings[ids].float()
+        logits = residual.new_empty(len(kept), sizes.vocabulary)
         line, product_size = self._kernels.LINE, self._kernels.product_size(tokens, self._most_inputs)
         scratch_size = -(-(product_size + 4 * (tokens * sizes.hidden + cells.length)) // line) * line
         lengths = {
@@ -256,7 +251,7 @@ class EightBits:
         fields = {
             "threads": 0,
             "barrier": openmp.barrier(),
-            "model": self.model.ctypes.data,
+            "model": self._model.ctypes.data,
             "tokens": tokens,
             "rows": cells.keys.shape[1],
             "cells": cells.length,
@@ -324,7 +319,7 @@ class Cells:
     def room(self, size: int) -> int:
         """The address of so many bytes, at the start of a line."""
         if len(self._room) < size + 64:
-            self._room = _numbers(size + 64, dtype=torch.int8)
+            self._room = torch.empty(size + 64, dtype=torch.int8, device="cpu")
         return -(-self._room.data_ptr() // 64) * 64
 
 
@@ -378,7 +373,7 @@ class FusedRows(Target):
         cache, cells = DynamicCache(), self.cells
         for number, (keys, values) in enumerate(zip(cells.keys, cells.values, strict=True)):
             cache.update(*(held[row : row + 1, :, :position].to(self.model.dtype) for held in (keys, values)), number)
-        with over_prompt(self.model, len(ids)), self._quickly(len(ids)):
+        with linear.over_prompt(self.model, len(ids)), self._quickly(len(ids)):
             outputs = self.model(input_ids=ids[None], logits_to_keep=logits_to_keep, return_dict=True, **{compat.CACHE: cache})
         self._take_in(row, position, cache, 0, position)
         return outputs.logits[0]

@@ -108,21 +108,27 @@ def _matrix(address: Any, rows: Any, columns: Any) -> Any:
 
 
 @_njit(inline="always")
-def _put(sums: Any, scale: Any, bias: Any, added: Any, out: Any, m: Any, n: Any) -> None:
+def _put(number: Any, scale: Any, bias: Any, added: Any, out: Any, m: Any, n: Any) -> None:
+    """A product's number for a token and an output, where it belongs; `bias` and `added` may be empty."""
+    number *= scale[n]
+    if bias.shape[0]:
+        number += bias[n]
+    if added.shape[0]:
+        number += added[m, n]
+    out[m, n] = number
+
+
+@_njit(inline="always")
+def _put_all(sums: Any, scale: Any, bias: Any, added: Any, out: Any, m: Any, n: Any) -> None:
     tokens = len(sums) // OUTPUTS
     for j in range(OUTPUTS):
         for i in range(tokens):
-            number = sums[j * tokens + i] * scale[n + j]
-            if bias.shape[0]:
-                number += bias[n + j]
-            if added.shape[0]:
-                number += added[m + i, n + j]
-            out[m + i, n + j] = number
+            _put(sums[j * tokens + i], scale, bias, added, out, m + i, n + j)
 
 
 @_njit()
 def _multiply(start: Any, stop: Any, weight: Any, scale: Any, bias: Any, x: Any, room: Any, added: Any, out: Any) -> None:
-    """Outputs `start` … `stop - 1` for all tokens; `added` and `bias` may be empty. Fewer than `OUTPUTS` are made with some before."""
+    """Outputs `start` … `stop - 1` for all tokens. Fewer than `OUTPUTS` are made with some before."""
     tokens, inputs = x.shape
     texts, row, step = x.ctypes.data, 4 * inputs, OUTPUTS * LANES
     for begin in range(start, stop, OUTPUTS):
@@ -132,15 +138,15 @@ def _multiply(start: Any, stop: Any, weight: Any, scale: Any, bias: Any, x: Any,
         m = 0
         while tokens - m >= TOKENS:
             if m == 0:
-                _put(dots_4(np.int8, rows, texts, inputs, ahead, step), scale, bias, added, out, m, n)
+                _put_all(dots_4(np.int8, rows, texts, inputs, ahead, step), scale, bias, added, out, m, n)
             else:
-                _put(dots_4_more(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+                _put_all(dots_4_more(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
             m += TOKENS
         if tokens - m >= 2:
-            _put(dots_2(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+            _put_all(dots_2(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
             m += 2
         if tokens - m == 1:
-            _put(dots_1(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
+            _put_all(dots_1(np.int8, rows, texts + m * row, inputs, ahead, step), scale, bias, added, out, m, n)
 
 
 @_njit()
@@ -192,12 +198,7 @@ def _multiply_in_tiles(start: Any, stop: Any, weight: Any, scale: Any, bias: Any
             for i in range(at_once):
                 for j in range(TILE):
                     whole = np.float32(128) * np.float32(sums[j, i]) + np.float32(sums[j, at_once + i])
-                    number = whole * factors[m + i] * scale[n + j]
-                    if bias.shape[0]:
-                        number += bias[n + j]
-                    if added.shape[0]:
-                        number += added[m + i, n + j]
-                    out[m + i, n + j] = number
+                    _put(whole * factors[m + i], scale, bias, added, out, m + i, n + j)
 
 
 @_njit(inline="always")

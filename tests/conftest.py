@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,18 @@ def smollm():
     from assistgen import weights
 
     return weights.load("smollm2-135m", torch.float32)
+
+
+@pytest.fixture
+def other_threads(monkeypatch):
+    """torch's threads are not GNU's here."""
+    from assistgen import openmp
+
+    def missing():
+        raise AttributeError("GOMP_parallel")
+
+    monkeypatch.setattr(openmp, "_ruled_out", threading.Event())
+    monkeypatch.setattr(openmp, "_library", missing)
 
 
 @pytest.fixture(autouse=True)

@@ -363,14 +363,8 @@ def test_a_kernel_that_does_not_run_is_no_fault_of_the_call(eager, monkeypatch, 
     assert "kernel" in caplog.text
 
 
-def test_where_torch_has_other_threads(eager, monkeypatch, caplog):
+def test_where_torch_has_other_threads(eager, other_threads, caplog):
     """That is no fault of anybody's: torch's own way, and no word about it."""
-
-    def missing():
-        raise AttributeError("GOMP_parallel")
-
-    monkeypatch.setattr(openmp, "_ruled_out", threading.Event())
-    monkeypatch.setattr(openmp, "_library", missing)
     assert linear.quick_products(build(dtype=torch.float32), 100) is None
     assert eager == [] and caplog.text == ""
 
