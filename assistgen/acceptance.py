@@ -12,11 +12,11 @@ from .drafters.base import Draft
 
 class Verdict:
     """
-    Judges one row's draft position by position.
+    Judges one row's draft token by token.
 
-    Deterministic drafts (n-gram, argmax): the target's token is chosen as plain decoding would, one draw a token and in order, and
-    compared with the draft; with the same seed the text is plain decoding's. Drafts with probabilities, when sampling: token x is
-    accepted with probability `min(1, p(x) / q(x))`; after a rejection the token is drawn from `max(0, p - q)`, normalised.
+    Deterministic drafts (n-gram, argmax), a tree's as well: the target's token is chosen as plain decoding would, one draw a token and in
+    order, and looked for in the draft; with the same seed the text is plain decoding's. Drafts with probabilities, when sampling: token
+    x is accepted with probability `min(1, p(x) / q(x))`; after a rejection the token is drawn from `max(0, p - q)`, normalised.
 
     Args:
         draft (`Draft`): of the row.
@@ -44,29 +44,29 @@ class Verdict:
         kept, last = verify_block(p, self._draft.probs.to(p.device), self._draft.tokens)
         self._chosen = [*self._draft.tokens[:kept], int(torch.multinomial(last[None], num_samples=1))]
 
-    def choose(self, position: int, scores: torch.Tensor) -> tuple[int, bool]:
+    def choose(self, node: int, scores: torch.Tensor) -> tuple[int, int | None]:
         """
         Args:
-            position (`int`): in the draft, from 0; its length stands for the token after it.
-            scores (`torch.Tensor` of shape `(1, vocab)`): the target's processed scores there.
+            node (`int`): of the draft, the last one accepted; -1: none yet.
+            scores (`torch.Tensor` of shape `(1, vocab)`): the target's processed scores after it.
 
         Returns:
-            `tuple[int, bool]`: the token to commit, and whether it is the drafted one.
+            `tuple[int, int | None]`: the token to commit, and the node that drafted it, if one did.
         """
+        draft, position = self._draft, node + 1
         if self._chosen is not None:
-            return self._chosen[position], position < len(self._chosen) - 1
-        drafted = self._draft.tokens[position] if position < len(self._draft.tokens) else None
+            return self._chosen[position], position if position < len(self._chosen) - 1 else None
         if not self._do_sample:
             token = int(torch.argmax(scores, dim=-1))
-            return token, token == drafted
+            return token, draft.follow(node, token)
         p = torch.nn.functional.softmax(scores, dim=-1)
-        if drafted is None or self._draft.probs is None:
+        if draft.probs is None or position == len(draft.tokens):
             token = int(torch.multinomial(p, num_samples=1))
-            return token, token == drafted
-        q = self._draft.probs[position].to(p.device)[None]
+            return token, draft.follow(node, token)
+        drafted, q = draft.tokens[position], draft.probs[position].to(p.device)[None]
         if float(torch.rand((), device=p.device)) * float(q[0, drafted]) < float(p[0, drafted]):
-            return drafted, True
-        return int(torch.multinomial(residual(p, q), num_samples=1)), False
+            return drafted, position
+        return int(torch.multinomial(residual(p, q), num_samples=1)), None
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

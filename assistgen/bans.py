@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .drafters.base import Draft
+
 
 class HardBans:
     """
@@ -26,21 +28,22 @@ class HardBans:
                 self._words.setdefault(word[-1], []).append(list(word[:-1]))
         self._reach = max((len(start) for starts in self._words.values() for start in starts), default=0)
 
-    def allowed(self, prefix: torch.Tensor, draft: list[int]) -> int:
+    def allowed(self, prefix: torch.Tensor, draft: Draft) -> Draft:
         """
-        How many tokens of a draft come before the first banned one.
+        The draft without banned tokens and what follows them.
 
         Args:
             prefix (`torch.LongTensor` of shape `(length,)`): the row's committed ids.
-            draft (`list[int]`): what is to follow them.
+            draft (`Draft`): what is to follow them.
         """
         if not self._tokens and not self._words:
-            return len(draft)
+            return draft
         context = prefix[-self._reach :].tolist() if self._reach else []
-        for position, token in enumerate(draft):
-            if token in self._tokens:
-                return position
-            before = context + draft[:position]
-            if any(before[-len(start) :] == start for start in self._words.get(token, ())):
-                return position
-        return len(draft)
+        banned = set()
+        for node, token in enumerate(draft.tokens):
+            before = context + [draft.tokens[earlier] for earlier in draft.path(node)[:-1]]
+            if token in self._tokens or any(before[-len(start) :] == start for start in self._words.get(token, ())):
+                if draft.parents is None:
+                    return draft.cut(node)
+                banned.add(node)
+        return draft.without(banned) if banned else draft

@@ -196,9 +196,7 @@ class RowCache(Cache):
         """
         masks = {kind: self.mask(kind, slots, prompt_mask) for kind in set(self.layer_types)}
         if additive is not None:
-            for kind, mask in masks.items():
-                lowest = torch.finfo(additive).min
-                masks[kind] = torch.zeros(mask.shape, dtype=additive, device=mask.device).masked_fill_(~mask, lowest)
+            masks = {kind: additive_mask(mask, additive) for kind, mask in masks.items()}
         return masks if by_kind else next(iter(masks.values()))
 
     def mask(self, kind: str, slots: torch.Tensor, prompt_mask: torch.Tensor | None) -> torch.Tensor:
@@ -266,3 +264,8 @@ class RowCache(Cache):
             keys, values = mine.window(first, length)
             compat.load_window(layer, keys, values, length)
         return self.source
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask in numbers to be added to attention weights."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)

@@ -69,8 +69,8 @@ class SpeculationConfig:
         use_heterogeneous_vocab (`bool`, *optional*): with a foreign tokenizer, `True` drafts the tokens that both vocabularies have,
             `False` refuses; `None` does that where drafts are sampled or nearly all tokens are shared, and drafts by text otherwise.
         assistant_early_exit (`int`, *optional*): how many layers `"early_exit"` drafts with.
-        num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round. `None`: 15, so that a round's forward is at
-            most 16 tokens wide.
+        num_speculative_tokens (`int`, *optional*): the most tokens drafted in a round, in a tree altogether. `None`: 15, so that a round's
+            forward is at most 16 tokens wide.
         num_speculative_tokens_per_batch_size (`list`, *optional*): `(start, end, most)`: at most so many tokens are drafted a row while
             `start` … `end` rows run. A gap between entries belongs to the one before, as in vLLM.
         prompt_lookup_min (`int`, *optional*): shortest n-gram that is looked up, in tokens. `None`: 2 (or `prompt_lookup_max` if
@@ -99,7 +99,8 @@ class SpeculationConfig:
             probability. `None`: as long as drafting on is expected to pay.
         compile (`bool` or `str`, *optional*): `True` runs target and draft model in fixed shapes, captured as CUDA graphs on a GPU. That
             is experimental, so `"auto"` and `None` don't choose it by themselves yet.
-        min_acceptance (`float`, *optional*): a drafter of whose tokens fewer are accepted is out of the call.
+        min_acceptance (`float`, *optional*): a drafter of whose tokens fewer are accepted is out of the call; of a tree, those of its
+            longest path count.
         draft_timeout_s (`float`, *optional*): a drafter that takes longer in a round is out of the call; its thread is left behind.
         drafters (`list`, *optional*): several drafters as one, each a method name or a dict with these keys; the earlier ones are asked
             first, a draft model only where their drafts promise less. In place of `method`.

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from .drafters.base import Budget, Draft, chance_of
@@ -199,7 +200,7 @@ class AcceptanceRates:
         self._counts: dict[tuple[str, int], list[list[float]]] = {}
 
     def observe(self, draft: Draft, position: int, accepted: bool) -> None:
-        """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
+        """The draft's token at `position` (from 0), all that it follows accepted, was accepted or not."""
         last = len(draft.evidence) - 1
         evidence = draft.evidence[min(position, last)]
         counts = self._counts.setdefault((draft.source, evidence), [])
@@ -212,26 +213,21 @@ class AcceptanceRates:
         reached[0] = reached[0] * decay + 1.0
         reached[1] = reached[1] * decay + accepted
 
-    def expected(self, source: str, evidence: Sequence[int], depth: int) -> list[float]:
-        """
-        Returns:
-            `list[float]`: expected accepted tokens of drafts of 0, 1, …, `depth` tokens.
-        """
-        reach, total, totals = 1.0, 0.0, [0.0]
-        last = len(evidence) - 1
-        rate = 0.0
-        for position in range(depth):
-            if position <= last:
-                counts = self._counts.get((source, evidence[position]), ())
-                rate = self.CAUTION * chance_of(evidence[position])
-            place = max(0, position - last)
+    def reaches(self, draft: Draft) -> list[float]:
+        """The chance of each of a draft's tokens to be accepted, with all that it follows."""
+        reaches: list[float] = []
+        last, rate = len(draft.evidence) - 1, 0.0
+        for node in range(len(draft.tokens)):
+            if node <= last:
+                counts = self._counts.get((draft.source, draft.evidence[node]), ())
+                rate = self.CAUTION * chance_of(draft.evidence[node])
+            place = max(0, node - last)
             if place < len(counts):
                 reached, accepted = counts[place]
                 rate = (accepted + self.STRENGTH * rate) / (reached + self.STRENGTH)
-            reach *= rate
-            total += reach
-            totals.append(total)
-        return totals
+            parent = draft.parents[node] if draft.parents is not None else node - 1
+            reaches.append(rate * (reaches[parent] if parent >= 0 else 1.0))
+        return reaches
 
     def to_dict(self) -> dict[str, list[list[float]]]:
         """Reached and accepted, decayed, by "source/evidence" and position."""
@@ -337,6 +333,9 @@ class DepthController:
     PACE_DECAY = 0.98
     LITTLE = 0.5
     """Expected tokens that learning a cost may cost."""
+    TREE_SHARE, TREE_BONUS = 0.2, 0.03
+    """What verifying more of a tree is given in advance, of the tokens that it is expected to bring, and at most, in tokens. Where so
+    little decides no time is lost, since small chances are estimated with caution, and the target runs less often."""
 
     def __init__(self, depth: str = "adaptive"):
         self.strategy = depth
@@ -346,12 +345,14 @@ class DepthController:
         self._pace = Pace(2.0, 2.0, 2.0)
         self._lock = threading.RLock()
 
-    def plan(self, rows: int, costs: ForwardCosts, remaining: int | None = None, so_far: Pace | None = None) -> RoundPlan:
+    def plan(
+        self, rows: int, costs: ForwardCosts, remaining: int | None = None, so_far: Pace | None = None, takes_trees: bool = False
+    ) -> RoundPlan:
         """
         What drafters may ask in a round of so many rows on a target with these costs; at most `remaining` tokens a row are to come, and
-        `so_far` is what the call's rounds have brought.
+        `so_far` is what the call's rounds have brought. `takes_trees`: the target can verify a tree.
         """
-        return RoundPlan(self, rows, costs, remaining, so_far)
+        return RoundPlan(self, rows, costs, remaining, so_far, takes_trees)
 
     @property
     def speedup(self) -> float:
@@ -379,19 +380,21 @@ class DepthController:
                 return 0  # what a plain step costs has to be known first
             gains = self._gains(drafts, deepest)
             price = self._price(curve, len(drafts))
-            depth = max(range(deepest + 1), key=lambda k: gains[k] - price * curve[k])
+            bonus = self.TREE_BONUS if drafts[0].parents is not None else 0.0
+            depth = max(range(deepest + 1), key=lambda k: gains[k] + min(self.TREE_SHARE * gains[k], bonus) - price * curve[k])
             trial = costs.trial(len(drafts))
             if trial is not None and trial <= depth and gains[depth] - gains[trial - 1] < self.LITTLE:
                 return trial - 1
             return depth
 
     def _gains(self, drafts: Sequence[Draft], deepest: int) -> list[float]:
-        """Expected accepted tokens of all rows for each depth."""
+        """Expected accepted tokens of all rows if so many of each draft's are verified."""
         gains = [0.0] * (deepest + 1)
         for draft in drafts:
-            expected = self.rates.expected(draft.source, draft.evidence, len(draft.tokens))
-            for k in range(deepest + 1):
-                gains[k] += expected[min(k, len(draft.tokens))]
+            gain, reaches = 0.0, self.rates.reaches(draft)
+            for k in range(1, deepest + 1):
+                gain += reaches[k - 1] if k <= len(reaches) else 0.0
+                gains[k] += gain
         return gains
 
     def _price(self, curve: list[float], rows: int) -> float:
@@ -403,7 +406,7 @@ class DepthController:
         return depth + 1 if self.strategy != "adaptive" else costs.width(rows, depth, max_depth)
 
     def observe(self, draft: Draft, position: int, accepted: bool) -> None:
-        """The draft's token at `position` (from 0), all before it accepted, was accepted or not."""
+        """The draft's token at `position` (from 0), all that it follows accepted, was accepted or not."""
         with self._lock:
             self.rates.observe(draft, position, accepted)
             if draft.source in self._paid:
@@ -473,7 +476,7 @@ class DepthController:
 
 class RoundPlan:
     """
-    One round's answers to drafters that cost time (the `Plan` of `assistgen.drafters.base`).
+    One round's answers to drafters (the `Plan` of `assistgen.drafters.base`).
 
     Attributes:
         drafting (`dict[str, float]`): the sources that cost time in this round, and how many seconds they took.
@@ -495,10 +498,18 @@ class RoundPlan:
     """Plain steps that a call's own rounds count with at first, in what they are said to bring without the drafter."""
 
     def __init__(
-        self, controller: DepthController, rows: int, costs: ForwardCosts, remaining: int | None = None, so_far: Pace | None = None
+        self,
+        controller: DepthController,
+        rows: int,
+        costs: ForwardCosts,
+        remaining: int | None = None,
+        so_far: Pace | None = None,
+        takes_trees: bool = False,
     ):
         self.rows, self.costs, self.remaining = rows, costs, remaining
         self.so_far = so_far if so_far is not None else Pace()
+        # A tree's order is a guess, and most of it is wrong: only a controller that weighs what it brings makes it pay.
+        self.takes_trees = takes_trees and controller.strategy == "adaptive"
         self.drafting: dict[str, float] = {}
         self._controller = controller
         self._curve: list[float] | None = None
@@ -548,7 +559,7 @@ class RoundPlan:
     def rate(self, source: str, evidence: int) -> float:
         """The chance that a token with this evidence is accepted."""
         with self._controller._lock:
-            return self._controller.rates.expected(source, (evidence,), 1)[1]
+            return self._controller.rates.reaches(Draft([0], source, (evidence,)))[0]
 
     def goes_on(self, source: str, reaches: Sequence[Sequence[float]]) -> bool:
         """
@@ -602,13 +613,15 @@ class RoundPlan:
             if curve is None or not self.weighs_costs:
                 return True
             price = controller._price(curve, self.rows) / self.rows  # of one row's share
-            expected = controller.rates.expected(draft.source, draft.evidence, length)
-            free = max(gain - price * curve[depth] for depth, gain in enumerate(expected))
+            reaches = controller.rates.reaches(draft)
+            free = max(gain - price * curve[k] for k, gain in enumerate(accumulate(reaches, initial=0.0)))
+            at_depth = [0.0] * (limit + length)  # the chance that so many of its tokens are right
+            for depth, reach in zip(draft.depths(), reaches, strict=True):
+                at_depth[depth - 1] += reach
             known = controller._known(source)
             best, gain, reach, before = -price * curve[0], 0.0, 1.0, 1.0
             for depth, rate in enumerate(known.rates(limit), start=1):
-                with_this = expected[depth] - expected[depth - 1] if depth <= length else 0.0
-                right, before = with_this / before if before else 0.0, with_this
+                right, before = min(1.0, at_depth[depth - 1] / before) if before else 0.0, at_depth[depth - 1]
                 reach *= 1.0 - (1.0 - right) * (1.0 - rate)
                 gain += reach
                 best = max(best, gain - price * (curve[depth] + depth * known.typical))
@@ -623,21 +636,21 @@ class ShadowedDraft:
     controller learns when speculation starts to pay again without spending a forward on a trial.
     """
 
-    __slots__ = ("_draft", "_position")
+    __slots__ = ("_draft", "_node")
 
     def __init__(self, draft: Draft):
         self._draft = draft
-        self._position = 0
+        self._node = -1
 
     def follow(self, tokens: list[int], controller: DepthController) -> bool:
         """Compares the row's next `tokens` with the draft's; `False` once there is nothing left to learn."""
-        draft = self._draft
         for token in tokens:
-            if self._position == len(draft.tokens):
+            right = None
+            for node in self._draft.children(self._node):
+                accepted = self._draft.tokens[node] == token
+                controller.observe(self._draft, node, accepted)
+                right = node if accepted else right
+            if right is None:
                 return False
-            accepted = token == draft.tokens[self._position]
-            controller.observe(draft, self._position, accepted)
-            self._position += 1
-            if not accepted:
-                return False
-        return self._position < len(draft.tokens)
+            self._node = right
+        return bool(self._draft.children(self._node))

@@ -48,8 +48,8 @@ class Row:
     """Output tokens of the present round."""
     draft: Draft = field(default_factory=lambda: NOTHING)
     """What was verified in the present round."""
-    accepted: int = 0
-    """How many of its tokens were accepted."""
+    accepted: list[int] = field(default_factory=list)
+    """The tokens (nodes) of it that were accepted, in order."""
     done: bool = False
     shadows: list[ShadowedDraft] = field(default_factory=list)
 
@@ -114,6 +114,7 @@ class Decoding:
         self._pads = any(hasattr(c, "eos_token_id") for c in stopping_criteria)
         self._bans = HardBans(generation_config, self._stop_tokens)
         self._so_far = Pace()
+        self._takes_trees = False
         self._start = self._last_emit = start
         self._suspended = 0.0
         self._streamed = 0
@@ -143,6 +144,8 @@ class Decoding:
                 try:
                     self._accept(running, drafts, outputs, width)
                 finally:
+                    if drafts[0].parents is not None:
+                        self.target.gather(running[0].accepted)
                     self.target.roll_back({row.number: self.tokens.lengths[row.number] - 1 for row in active})
                     self._emit()
                 del outputs
@@ -188,6 +191,7 @@ class Decoding:
         if self.drafter is not None and self._active():
             before = perf_counter()
             self.target.get_ready(self._max_length - max(self.tokens.lengths))
+            self._takes_trees = self.target.takes_trees() and not self.recorder.records_states
             prompts = self.prompt_tokens()
             self.drafter.begin([prompt + row.output for prompt, row in zip(prompts, self.rows, strict=True)])
             self.stats.draft_s += perf_counter() - before
@@ -196,9 +200,8 @@ class Decoding:
         if self.drafter is None:
             return [NOTHING] * len(running)
         before = perf_counter()
-        self._plan = self.controller.plan(
-            len(running), self.costs, self._max_length - min(self.tokens.lengths[row.number] for row in running), self._so_far
-        )
+        remaining = self._max_length - min(self.tokens.lengths[row.number] for row in running)
+        self._plan = self.controller.plan(len(running), self.costs, remaining, self._so_far, self._takes_trees)
         proposals = [NOTHING] * len(running)
         if max(rooms) > 0:
             proposals = self.drafter.propose([row.number for row in running], rooms, self._plan)
@@ -229,9 +232,9 @@ class Decoding:
         return rooms
 
     def _allowed(self, row: Row, draft: Draft, room: int) -> Draft:
-        """The draft as far as there is room, and up to the first banned token, unless it was drawn (see `_choose_depth`)."""
-        if draft.probs is None and draft.tokens:
-            room = min(room, self._bans.allowed(self.tokens.prefix(row.number)[0], draft.tokens))
+        """The draft as far as there is room, and without banned tokens, unless it was drawn (see `_choose_depth`)."""
+        if draft.probs is None:
+            draft = self._bans.allowed(self.tokens.prefix(row.number)[0], draft)
         return draft.cut(room)
 
     def _choose_depth(self, proposals: list[Draft], room: int) -> tuple[list[Draft], int]:
@@ -254,7 +257,10 @@ class Decoding:
             else:
                 self.stats.num_plain_steps += 1
         before = perf_counter()
-        outputs = self.target.verify([row.number for row in running], [len(draft.tokens) for draft in drafts], width)
+        if (parents := drafts[0].parents) is not None:
+            outputs = self.target.verify_tree(parents, width)
+        else:
+            outputs = self.target.verify([row.number for row in running], [len(draft.tokens) for draft in drafts], width)
         if outputs.logits.is_cuda:
             torch.cuda.synchronize(outputs.logits.device)  # the logits are read next anyway
         self._verify_seconds = perf_counter() - before
@@ -268,7 +274,7 @@ class Decoding:
         """Walks each row's draft in order: every processor and criterion sees each committed prefix once, and no other."""
         prefill = not self.rows[0].output
         for row in self.rows:
-            row.fresh, row.draft, row.accepted = [], NOTHING, 0
+            row.fresh, row.draft, row.accepted = [], NOTHING, []
         recorder = self.recorder
         known = self.target.choices if self._vectorised and not recorder.records_distributions else None
         if known is None:
@@ -281,15 +287,17 @@ class Decoding:
             block = self._process_block(row, draft, logits[slot]) if judge.can_judge_block and self.judges_blocks else None
             if block is not None:
                 judge.judge_block(block)
+            node: int | None = -1  # the last one accepted; behind it is what the target says next
             try:
-                for position in range(len(draft.tokens) + 1):
+                while node is not None and not (row.fresh and row.done):
+                    position = node + 1
                     if choices is not None:
                         token = choices[slot][position]
-                        matches = position < len(draft.tokens) and token == draft.tokens[position]
+                        following = draft.follow(node, token)
                     else:
                         raw = logits[slot : slot + 1, position]  # (1, vocab)
                         scores = block[position][None] if block is not None else row.processors(self.tokens.prefix(row.number), raw)
-                        token, matches = judge.choose(position, scores)
+                        token, following = judge.choose(node, scores)
                     if recorder.records_distributions:
                         raw = logits[slot : slot + 1, position]
                         recorder.record_distribution(row.number, raw, raw if choices is not None else scores)
@@ -299,13 +307,15 @@ class Decoding:
                         if not prefill:
                             place, at, fed = self.target.places[slot], self.target.leads[slot] + position, self.target.fed
                         recorder.record_states(row.number, outputs, place, at, fed, visible, self.target.cache)
-                    row.accepted += matches
-                    self._commit(row, token, in_place=matches)
-                    if row.done or not matches:
-                        break
+                    in_place = following == len(row.accepted)
+                    if following is not None:
+                        row.accepted.append(following)
+                    self._commit(row, token, in_place)
+                    node = following
             finally:
-                row.sources += [draft.source] * row.accepted + [TARGET] * (len(row.fresh) - row.accepted)
-                self.stats.count_tokens(row.number, len(row.fresh), row.accepted, draft.source)
+                accepted = len(row.accepted)
+                row.sources += [draft.source] * accepted + [TARGET] * (len(row.fresh) - accepted)
+                self.stats.count_tokens(row.number, len(row.fresh), accepted, draft.source)
 
     def _process_block(self, row: Row, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores at every position of a block, `(draft + 1, vocab)`; only transformers' own, stateless processors get here."""
@@ -314,7 +324,7 @@ class Decoding:
         return torch.cat([row.processors(ids[:, : start + i], logits[i : i + 1].clone()) for i in range(len(draft.tokens) + 1)])
 
     def _commit(self, row: Row, token: int, in_place: bool) -> None:
-        """One more token of the row, and whether it is the last; `in_place`: as drafted, so it is in the buffer already."""
+        """One more token of the row, and whether it is the last; `in_place`: the draft put it into the buffer already."""
         self.tokens.append(row.number, token, in_place)
         row.output.append(token)
         row.fresh.append(token)
@@ -369,15 +379,16 @@ class Decoding:
             elif proposal.is_free and proposal.tokens:
                 row.shadows.append(ShadowedDraft(proposal))
             else:
-                for position in range(min(row.accepted + 1, len(draft.tokens))):
-                    if position < row.accepted or not row.done:
-                        self.controller.observe(draft, position, position < row.accepted)
+                accepted = len(row.accepted)
+                for position in range(min(accepted + 1, len(draft.tokens))):
+                    if position < accepted or not row.done:
+                        self.controller.observe(draft, position, position < accepted)
             row.shadows = [shadow for shadow in row.shadows if shadow.follow(row.fresh, self.controller)]
             if draft.tokens:
-                drafter.observe(draft, row.accepted)
+                drafter.observe(draft, len(row.accepted))
             drafter.commit(row.number, row.fresh)
         if not drafter.constant_depth:
-            self.controller.end_round(self._plan, drafts, [row.accepted for row in running], self._verify_seconds)
+            self.controller.end_round(self._plan, drafts, [len(row.accepted) for row in running], self._verify_seconds)
         self.stats.draft_s += perf_counter() - before
 
     # the end

@@ -122,7 +122,7 @@ class GuardedDrafter(Drafter):
             if len(drafts) != len(rows):
                 raise ValueError(f"{len(drafts)} drafts for {len(rows)} rows")
             for draft in drafts:
-                self._check(draft)
+                self._check(draft, plan.takes_trees)
             return drafts
 
         drafts = self._guarded(propose)
@@ -137,8 +137,9 @@ class GuardedDrafter(Drafter):
     def observe(self, draft: Draft, accepted: int) -> None:
         if self._min_acceptance is None or draft.source != self._drafter.name or self._is_out:
             return
-        keep = max(0.0, 1.0 - len(draft.tokens) / self.ENOUGH_TOKENS) if self._counted >= self.ENOUGH_TOKENS else 1.0
-        self._counted = keep * self._counted + len(draft.tokens)
+        depth = max(draft.depths())  # of a tree, no more can be accepted
+        keep = max(0.0, 1.0 - depth / self.ENOUGH_TOKENS) if self._counted >= self.ENOUGH_TOKENS else 1.0
+        self._counted = keep * self._counted + depth
         self._accepted = keep * self._accepted + accepted
         if self._counted >= self.ENOUGH_TOKENS and self._accepted < self._min_acceptance * self._counted:
             self._give_up(f"accepts less than min_acceptance={self._min_acceptance}")
@@ -152,9 +153,13 @@ class GuardedDrafter(Drafter):
         if self._was_admitted:
             self._breaker.report(self._fault, self._drafted)
 
-    def _check(self, draft: Draft) -> None:
+    def _check(self, draft: Draft, takes_trees: bool) -> None:
         if not draft.tokens:
             return
+        if (parents := draft.parents) is not None and not (
+            takes_trees and len(parents) == len(draft.tokens) and all(-1 <= parent < node for node, parent in enumerate(parents))
+        ):
+            raise ValueError("a tree that isn't one, or wasn't asked for")
         if min(draft.tokens) < 0 or max(draft.tokens) >= self._vocab_size:
             raise ValueError(f"ids outside the target's vocabulary of {self._vocab_size}")
         if draft.probs is not None:

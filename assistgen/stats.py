@@ -43,7 +43,7 @@ class SpeculationStats:
     Attributes:
         num_tokens (`int`): generated tokens, padding after a row's end not counted.
         num_drafts (`int`): rounds of a row in which at least one drafted token was verified.
-        num_draft_tokens (`int`): drafted tokens that were verified.
+        num_draft_tokens (`int`): drafted tokens that were verified, of a tree also those that competed for the same place.
         num_accepted_tokens (`int`): drafted tokens that are in the output.
         num_accepted_tokens_per_pos (`list[int]`): the same by position in the draft.
         drafters (`dict[str, DrafterStats]`): the same by drafter: what was chosen how often, and what came of it.

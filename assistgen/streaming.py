@@ -18,7 +18,8 @@ class Chunk:
         text (`str`): new text; may lag behind the ids while a character is incomplete.
         token_ids (`list[int]`): all ids of the round.
         sources (`list[str]`): for each id `"target"`, or the name of the drafter whose guess was accepted.
-        draft_ids (`list[int]`): the guess that was verified in this round, rejected tokens included; empty in a plain step.
+        draft_ids (`list[int]`): the guess that was verified in this round, rejected tokens included; empty in a plain step. Of a tree, what
+            was accepted and how the guess goes on from there; tokens that competed with these aren't here.
         drafter (`str`, *optional*): whose guess it was; `None` in a plain step.
     """
 
@@ -101,8 +102,8 @@ class SpeculationStream:
         ids, sources = row.output[self._given :], row.sources[self._given :]
         self._given = len(row.output)
         text = self._text.push(ids)
-        draft = row.draft
-        return Chunk(text + self._text.end() if row.done else text, ids, sources, draft.tokens, draft.source if draft.tokens else None)
+        drafted = [row.draft.tokens[node] for node in row.draft.path_on(row.accepted)]
+        return Chunk(text + self._text.end() if row.done else text, ids, sources, drafted, row.draft.source if drafted else None)
 
     def close(self) -> None:
         """Ends generation; what was committed so far is in `output`."""

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import StaticCache
 
 from . import compat
-from .cache import FULL, SLIDING, RecurrentStates, RowCache
+from .cache import FULL, SLIDING, RecurrentStates, RowCache, additive_mask
 from .control import ForwardCosts
 from .linear import QuickProducts, over_prompt, quick_products
 from .tokens import TokenBuffer
@@ -117,6 +117,24 @@ class Target(ABC):
         self.tokens.reserve(max(starts) + width)
         return self.forward(rows, starts, [count + 1 for count in drafted], width, logits_to_keep=width)
 
+    def takes_trees(self) -> bool:
+        """Whether `verify_tree` and `gather` can be called. Reliable after the prefill."""
+        return False
+
+    def verify_tree(self, parents: list[int], width: int) -> Any:
+        """
+        `verify` for a tree behind the only row's last committed token, that each of its tokens sees those that it follows and no others.
+
+        Args:
+            parents (`list[int]`): as in `Draft`.
+            width (`int`): more than `len(parents)`; what is behind the tree is filling.
+        """
+        raise NotImplementedError
+
+    def gather(self, nodes: list[int]) -> None:
+        """Of the tree just verified the accepted `nodes`, in order, are to lie one after another in the cache. Before `roll_back`."""
+        raise NotImplementedError
+
     @abstractmethod
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
         """
@@ -198,11 +216,7 @@ class RowsInStep(Target):
         self.places, self.leads = rows, [start - self._held for start in starts]
         if self.fed > 1:
             self._states.put_aside(self._held)
-        inputs = self.model.prepare_inputs_for_generation(
-            self.tokens.ids[:, :end],
-            next_sequence_length=self.fed if self.model_kwargs.get("use_cache", True) else None,
-            **self._kwargs(end - self.tokens.prompt_length),
-        )
+        inputs = self._inputs(end)
         first = width - logits_to_keep + min(self.leads)
         outputs = self._forward(inputs, len(self.tokens.lengths) * self.fed, self.fed - first)
         self._held = end
@@ -213,6 +227,60 @@ class RowsInStep(Target):
             at = torch.tensor(self.leads)[:, None] + torch.arange(width - logits_to_keep, width) - (self.fed - logits.shape[1])
             outputs.logits = logits[torch.tensor(rows)[:, None], at]
         return outputs
+
+    def _inputs(self, end: int) -> dict[str, Any]:
+        """Of a forward that feeds all ids before `end` that the cache doesn't hold."""
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            self.tokens.ids[:, :end],
+            next_sequence_length=end - self._held if self.model_kwargs.get("use_cache", True) else None,
+            **self._kwargs(end - self.tokens.prompt_length),
+        )
+        return inputs
+
+    def takes_trees(self) -> bool:
+        types = layer_types(self.model.config.get_text_config(decoder=True))
+        return (
+            len(self.tokens.lengths) == 1
+            and why_no_free_masks(self.model, self.model_kwargs) is None
+            and compat.keeps_everything(self.cache)
+            and set(types) == {FULL}
+        )
+
+    def verify_tree(self, parents: list[int], width: int) -> Any:
+        start = self.tokens.lengths[0] - 1
+        self.tokens.reserve(start + width)
+        assert start == self._held
+        inputs = self._inputs(start + width)
+        device = self.tokens.ids.device
+        # Query 0 is the last committed token, query i + 1 the tree's token i. Filling is nobody's, and sees what it likes.
+        depths, visible = [0] * width, [[True] + [False] * (width - 1) for _ in range(width)]
+        for query, parent in enumerate(parents, start=1):
+            depths[query] = depths[parent + 1] + 1
+            visible[query] = visible[parent + 1].copy()
+            visible[query][query] = True
+        past = torch.ones(width, compat.length_of(self.cache), dtype=torch.bool, device=device)
+        if (prompt_mask := self.model_kwargs.get("attention_mask")) is not None:
+            past[:, : prompt_mask.shape[1]] = prompt_mask.bool()
+        mask = torch.cat([past, torch.tensor(visible, device=device)], dim=1)[None, None]
+        config = self.model.config.get_text_config(decoder=True)
+        if config._attn_implementation == "eager":
+            mask = additive_mask(mask, self.model.dtype)
+        inputs["attention_mask"] = {FULL: mask} if hasattr(config, "layer_types") else mask
+        inputs["position_ids"] = inputs["position_ids"][..., :1] + torch.tensor(depths, device=device)
+        self.fed, self.places, self.leads = width, [0], [0]
+        outputs = self._forward(inputs, width, width)
+        self._held = start + width
+        outputs.logits = outputs.logits[:, -width:]
+        return outputs
+
+    def gather(self, nodes: list[int]) -> None:
+        if nodes == list(range(len(nodes))):
+            return
+        for layer in self.cache.layers:
+            block = layer.keys.shape[2] - self.fed + 1
+            for states in (layer.keys, layer.values):
+                index = torch.tensor(nodes, device=states.device) + block
+                states[:, :, block : block + len(nodes)] = states[:, :, index]
 
     def ahead(self, row: int) -> int:
         return max(0, self.tokens.lengths[row] - 1 - self._held)
@@ -273,18 +341,10 @@ class RowsApart(Target):
     @staticmethod
     def why_not(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
         """Why this model's rows can't advance on their own (known before the first forward), or `None` if they can."""
+        reason = why_no_free_masks(model, model_kwargs)
+        if reason is not None:
+            return reason
         config = model.config.get_text_config(decoder=True)
-        if model.config.is_encoder_decoder:
-            return f"{type(model).__name__} is an encoder-decoder model"
-        # What a static cache with a compiled forward needs is what rows need: masks of any shape and positions told from outside.
-        positions = model_kwargs.get("position_ids")
-        takes_positions = positions is not None and positions.dim() == 2 and "position_ids" in inspect.signature(model.forward).parameters
-        if not takes_positions or not getattr(model, "_can_compile_fullgraph", False) or getattr(config, "alibi", False):
-            return f"{type(model).__name__} doesn't take positions and masks for each row"
-        if config._attn_implementation not in ("sdpa", "eager"):
-            return f"attention implementation {config._attn_implementation} takes no mask for each row"
-        if any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids", "inputs_embeds")):
-            return "the prompt has embeddings or token types"
         cache = model_kwargs.get(compat.CACHE)
         if generation_config.output_attentions and (isinstance(cache, StaticCache) or SLIDING in layer_types(config)):
             return "attention weights of single rows can't be told from a static or sliding-window cache"
@@ -362,6 +422,25 @@ class RowsApart(Target):
             assert longest - min(tokens.lengths) < behind
         self._row_cache = None
         return cache.release(longest - 1 + self._slot_offset)
+
+
+def why_no_free_masks(model: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """Why this model can't be told each token's position and what it sees (known before the first forward), or `None` if it can."""
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is an encoder-decoder model"
+    # What a static cache with a compiled forward needs is what this needs: masks of any shape and positions told from outside.
+    positions = model_kwargs.get("position_ids")
+    takes_positions = positions is not None and positions.dim() == 2 and "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions or not getattr(model, "_can_compile_fullgraph", False) or getattr(config, "alibi", False):
+        return f"{type(model).__name__} doesn't take positions and masks for each row"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"attention implementation {config._attn_implementation} takes no mask for each row"
+    if any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids", "inputs_embeds")):
+        return "the prompt has embeddings or token types"
+    if (mask := model_kwargs.get("attention_mask")) is not None and mask.dim() != 2:
+        return "the prompt's attention mask isn't one of its tokens"
+    return None
 
 
 def layer_types(config: Any) -> list[str]:

@@ -754,7 +754,7 @@ def what_was_learned(speculator: Any, loaded: LoadedModel) -> dict[str, Any]:
     What the controller goes by.
 
     Returns:
-        `dict`: `strategy`; `speedup`, of late; `acceptance`, the chance that a draft's first token is accepted, by drafter; `idle`, the
+        `dict`: `strategy`; `speedup`, of late; `acceptance`, the chance that a drafted token is accepted, by drafter; `idle`, the
         drafters that rest; `costs`, plain steps that a forward of so many tokens takes; `faults` by drafter.
     """
     learned = speculator.controller.to_dict()

@@ -344,7 +344,7 @@ def controller(answer: Answer | None, learned: dict[str, Any] | None) -> str:
 def _learned(learned: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for source, chance in learned["acceptance"].items():
-        rows.append((f"{LABELS.get(source, source)}, learned", f"the first token of a draft is accepted {chance:.0%} of the time, of late"))
+        rows.append((f"{LABELS.get(source, source)}, learned", f"{chance:.0%} of what it drafts, competing tokens too, is right, of late"))
     wider = {width: cost for width, cost in learned["costs"].items() if width > 1}
     if wider:
         told = ", ".join(f"{width} tokens {cost:.1f}" for width, cost in wider.items())

@@ -40,3 +40,19 @@ def threads(request):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """How many tokens were accepted that didn't stand where they were accepted."""
+    from assistgen.target import RowsInStep
+
+    counted = []
+    gather = RowsInStep.gather
+
+    def counting(self, nodes):
+        counted.extend(node for place, node in enumerate(nodes) if node != place)
+        gather(self, nodes)
+
+    monkeypatch.setattr(RowsInStep, "gather", counting)
+    return counted

@@ -9,6 +9,8 @@ from assistgen import Speculator
 from assistgen.drafters.base import Draft, Drafter
 from assistgen.drafters.draft_model import DraftModelDrafter
 
+from .tiny import VOCAB
+
 
 class OracleGenerator(CandidateGenerator):
     """
@@ -67,6 +69,52 @@ class OracleSpeculator(Speculator):
 
     def drafter(self, *call):
         return OracleDrafter(self.truths, self.depth)
+
+
+#        0
+#    1   2   3
+#   4 5  6 7
+#  8     9
+PARENTS = [-1, -1, -1, 0, 0, 1, 1, 3, 5]
+
+
+class OracleTrees(Drafter):
+    """Trees of the shape `PARENTS` in which one path tells the truth: to each of the leaves in turn. Chains where no tree is taken."""
+
+    name = "oracle"
+    constant_depth = True
+    leaves = (8, 7, 4, 6, 2)
+
+    def __init__(self, truth):
+        self.truth, self.rounds = truth, 0
+
+    def begin(self, rows):
+        self.said = 1
+
+    def propose(self, rows, max_tokens, plan):
+        coming = self.truth[self.said : self.said + max_tokens[0]]
+        if not plan.takes_trees:
+            return [Draft(coming[:3], self.name)]
+        draft = Draft([-1] * len(PARENTS), self.name, parents=PARENTS)
+        for node, token in zip(draft.path(self.leaves[self.rounds % len(self.leaves)]), coming, strict=False):
+            draft.tokens[node] = token
+        self.rounds += 1
+        wrong = iter(range(2, VOCAB))
+        for node, token in enumerate(draft.tokens):
+            draft.tokens[node] = token if token >= 0 else next(other for other in wrong if other not in self.truth)
+        return [draft.cut(max_tokens[0])]
+
+    def commit(self, row, tokens):
+        self.said += len(tokens)
+
+
+class TreeSpeculator(Speculator):
+    def __init__(self, truth):
+        super().__init__("suffix")
+        self.truth = truth
+
+    def drafter(self, *call):
+        return OracleTrees(self.truth)
 
 
 def constant(**keys):

@@ -142,11 +142,11 @@ def test_acceptance_follows_the_evidence():
         rates.observe(weak, 0, False)
         for position in range(4):
             rates.observe(strong, position, True)
-    weak, strong = (rates.expected("ngram", draft.evidence, 8) for draft in (weak, strong))
-    assert weak[8] < 0.1
-    assert strong[8] > 6
-    assert weak[0] == strong[0] == 0.0
-    assert all(b >= a for a, b in zip(strong, strong[1:], strict=False))
+    weak, strong = (rates.reaches(draft) for draft in (weak, strong))
+    assert len(weak) == len(strong) == 8
+    assert sum(weak) < 0.1
+    assert sum(strong) > 6
+    assert all(1.0 >= a >= b for a, b in zip(strong, strong[1:], strict=False))
 
 
 def test_costs_interpolate_and_fade():

@@ -15,12 +15,15 @@ import assistgen
 from assistgen import compat
 
 from .families import FAMILIES, IMAGE_TOKEN, SMALL, _whisper_config
+from .oracles import TreeSpeculator
 from .tiny import VOCAB, prompt
 
 
 COLUMNS = ("greedy", "sampled", "batch", "second turn")
 NEW = 24
 CANT_DRAFT = ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "granite_hybrid", "nemotron_h", "lfm2", "mamba2")
+
+TAKES_TREES = ("llama", "qwen2", "gpt2", "qwen3", "gpt_neox", "opt", "phi", "mixtral", "lora", "llava")
 
 pytestmark = pytest.mark.exactness
 
@@ -117,6 +120,18 @@ def test_draft_free(name, column):
     else:
         assert_speculated(family, column, stats)
         assert column == "sampled" or stats.num_accepted_tokens < stats.num_draft_tokens  # and rolled back
+
+
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column != "batch"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trees(name, column, moved):
+    """Where the model can be told what each token sees; chains elsewhere."""
+    family = FAMILIES[name]
+    if column in family.without or family.plain:
+        pytest.skip("plain generate() doesn't do that" if column in family.without else "decoded plainly")
+    stats = check(family, family.build(), column, lambda plain: TreeSpeculator(plain.sequences[0, -NEW:].tolist()))
+    assert_speculated(family, column, stats)
+    assert (len(moved) > 3) == (name in TAKES_TREES)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
