@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import assistgen
 from assistgen import SpeculationConfig, SuffixCandidateGenerator, SuffixStore
+from assistgen.suffix import automaton
 from assistgen.suffix.index import Cursor, SuffixIndex
 from assistgen.suffix.store import Vocabulary
 
@@ -75,6 +76,26 @@ class BruteForce:
                     best = (tokens, probs, sum(probs), size)
         return best
 
+    def branch(self, first, first_prob, factor, min_prob):
+        """The chance of each token to come next beside `first`."""
+        text, left, probs, before = self.sequences[-1], 1.0, Counter(), None
+        for size in range(min(len(text), self.depth), 0, -1):
+            places = self.followers(text[-size:])
+            if places == before or left <= 0.05:
+                continue  # the longest of several that occur together speaks for them
+            before = places
+            places = self.followers(text[-size:], own=True)
+            if places and size * factor + 1e-6 >= 1:
+                shares = {token: (count - 3 / (size + 4)) / len(places) for token, count in Counter(map(self.token_at, places)).items()}
+                for token, share in shares.items():
+                    probs[token] += left * share
+                left *= 1 - sum(shares.values())
+        if factor == math.inf:
+            for token, count in Counter(text).items():
+                probs[token] += 0.7 * left * count / len(text)
+        scale = (1 - first_prob) / (1 - probs.pop(first, 0.0))
+        return {token: prob * scale for token, prob in probs.items() if prob * scale >= min_prob}
+
 
 @st.composite
 def texts(draw):
@@ -101,7 +122,7 @@ def agrees(proposal, expected):
     assert proposal.probs == pytest.approx(probs)
     assert proposal.score == pytest.approx(score)
     assert proposal.match_length == size
-    assert proposal.parents == list(range(-1, len(tokens) - 1))
+    assert proposal.parents is None
 
 
 @settings(max_examples=200, deadline=None)
@@ -139,6 +160,62 @@ def test_other_texts_equal_brute_force(sequences, context, step, max_tokens, fac
         longest = max((size for size in range(min(len(seen), depth) + 1) if not size or reference.followers(seen[-size:])), default=0)
         assert fresh.match_length == longest
         assert cursor.match_length <= longest
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=texts(), **RULES)
+def test_branches_equal_brute_force(text, max_tokens, factor, min_prob, depth):
+    text = [token % 4 for token in text]  # no more ways on than are looked at
+    index = SuffixIndex(depth)
+    index.extend(text)
+    cursor = Cursor([index], is_own=True)
+    trunk = cursor.propose(max_tokens, factor, min_prob)
+    first, first_prob = (trunk.tokens[0], trunk.probs[0]) if trunk.tokens else (-1, 0.0)
+    expected = BruteForce([text], depth).branch(first, first_prob, factor, min_prob)
+    tree = cursor.branch(trunk, 40, factor, min_prob)
+    parents = tree.parents if tree.parents is not None else list(range(-1, len(tree.tokens) - 1))
+    beside = {tree.tokens[node]: tree.probs[node] for node in range(len(tree.tokens)) if parents[node] == -1}
+    if trunk.tokens:
+        assert beside.pop(first) == first_prob
+    assert beside == pytest.approx(expected)
+    assert tree.probs == sorted(tree.probs, reverse=True)
+    assert (tree.score, tree.match_length) == (trunk.score, trunk.match_length)
+    trunk_nodes = [node for node in range(len(tree.tokens)) if parents[node] != -1 or tree.tokens[node] == first]
+    assert [tree.tokens[node] for node in trunk_nodes] == trunk.tokens
+    assert [parents[node] for node in trunk_nodes] == [-1, *trunk_nodes][: len(trunk_nodes)]
+    shorter = cursor.branch(trunk, max_tokens, factor, min_prob)
+    assert shorter.tokens == tree.tokens[:max_tokens]
+    assert shorter.probs == tree.probs[:max_tokens]
+    assert shorter.parents in (None, parents[:max_tokens])
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.lists(st.integers(0, 40), max_size=300), more=texts())
+def test_the_most_frequent_tokens(text, more):
+    text = text + more
+    index = SuffixIndex(1)
+    index.extend(text)
+    meta = index._meta[automaton.FREQUENT :].tolist()
+    noted = {token: count for token, count in zip(meta[::2], meta[1::2], strict=True) if count}
+    counts = Counter(text)
+    assert list(noted.values()) == [count for _, count in counts.most_common(automaton.NUM_FREQUENT)]
+    assert all(counts[token] == count for token, count in noted.items())
+
+
+def test_a_branch_of_another_text():
+    """A store's proposal stands beside what the text itself would go on with."""
+    index, other = SuffixIndex(), SuffixIndex()
+    index.extend([1, 2, 3, 4, 2, 5, 1, 2])
+    other.extend([7, 1, 2, 8, 9])
+    cursor = Cursor([other], is_own=False)
+    cursor.advance([1, 2])
+    trunk = cursor.propose(4)
+    tree = Cursor([index], is_own=True).branch(trunk, 5)
+    assert trunk.tokens == [8, 9]
+    assert tree.tokens[0] == 8
+    assert {3, 9} <= set(tree.tokens)
+    assert tree.parents[tree.tokens.index(9)] == 0
+    assert tree.parents[tree.tokens.index(3)] == -1
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,7 +2,9 @@
 
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), whose rule scores the continuation of every match length by its expected number
 of accepted tokens. Differences: the text's own end doesn't count as an occurrence, a short context and a rare continuation are trusted
-less, the context of a probability grows along the draft, and a draft that reaches the text's end goes on as the repetition it is.
+less, the context of a probability grows along the draft, and a draft that reaches the text's end goes on as the repetition it is. Where a
+tree can be verified, the next token's other candidates compete with that draft: what followed at other places, after any context, and the
+text's frequent tokens. In text that doesn't repeat itself these are most of what is right; deeper branches would add a tenth of that.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import Draft, Drafter, Plan, evidence_of
+from .base import Draft, Drafter, Plan, branching, evidence_of
 
 
 if TYPE_CHECKING:
@@ -69,11 +71,15 @@ class SuffixDrafter(Drafter):
                 self._cursors[-1][1].advance(tokens)
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
-        return [self._propose(row, room) if room > 0 else Draft([], NAME) for row, room in zip(rows, max_tokens, strict=True)]
+        return [
+            self._propose(row, room, plan.takes_trees) if room > 0 else Draft([], NAME) for row, room in zip(rows, max_tokens, strict=True)
+        ]
 
-    def _propose(self, row: int, max_tokens: int) -> Draft:
-        own, *others = [cursor.propose(max_tokens, self.max_spec_factor, self.min_token_prob) for cursor in self._cursors[row]]
-        return as_draft(next((other for other in others if STORE_TRUST * other.score > own.score), own))
+    def _propose(self, row: int, max_tokens: int, as_tree: bool) -> Draft:
+        limits = (max_tokens, self.max_spec_factor, self.min_token_prob)
+        own, *others = [cursor.propose(*limits) for cursor in self._cursors[row]]
+        best = next((other for other in others if STORE_TRUST * other.score > own.score), own)
+        return as_draft(self._cursors[row][0].branch(best, *limits) if as_tree else best)
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self._own[row].extend(tokens)
@@ -89,9 +95,13 @@ class SuffixDrafter(Drafter):
 
 
 def as_draft(proposal: Proposal) -> Draft:
-    """With each token's own chance, those before it accepted, as evidence."""
-    before, evidence = 1.0, []
-    for prob in proposal.probs:
-        evidence.append(evidence_of(prob / before))
-        before = prob
-    return Draft(proposal.tokens, NAME, tuple(evidence) or (3,))
+    """With each token's own chance, what it follows accepted, as evidence."""
+    probs, parents = proposal.probs, proposal.parents
+    if parents is None:
+        before, evidence = 1.0, []
+        for prob in probs:
+            evidence.append(evidence_of(prob / before))
+            before = prob
+    else:
+        evidence = [evidence_of(prob / probs[parent] if parent >= 0 else prob) for prob, parent in zip(probs, parents, strict=True)]
+    return Draft(proposal.tokens, NAME, tuple(evidence) or (3,), parents=branching(parents))

@@ -39,17 +39,26 @@ ROOT = 0
 # `meta`: what changes from token to token, what stays, and where the arrays are and how many rows they have.
 NUM_STATES, NUM_EDGES, NUM_TOKENS, LAST, ACTIVE, ACTIVE_LENGTH, WANTED_EDGES, MAX_DEPTH = range(8)
 STATES, STATES_ROOM, EDGES, EDGES_ROOM, BUCKETS, TEXT, TEXT_ROOM = range(8, 15)
-META_FIELDS = 15
+FREQUENT = 15  # from here on the most frequent tokens, the first the most, and behind each how often it occurs
+NUM_FREQUENT = 16
+META_FIELDS = FREQUENT + 2 * NUM_FREQUENT
 # `asker`: whether its context is the end of the only automaton's text, not another text's; the automata (of their `meta` the addresses);
 # for each the state and the length of the longest suffix of the other text that occurs there; what the other text goes on with first.
-# Then room: for `max_depth + 1` states, and for two results' tokens and their probabilities, so many each.
-IS_OWN, NUM_AUTOMATA, METAS, PLACES, NEW, CHAIN, CHAIN_ROOM, TOKENS, PROBS, RESULT_ROOM = range(10)
-ASKER_FIELDS = 10
+# Then room: for `max_depth + 1` states, for two results' tokens and their probabilities, so many each, and for MAX_BRANCHES of both.
+IS_OWN, NUM_AUTOMATA, METAS, PLACES, NEW, CHAIN, CHAIN_ROOM, TOKENS, PROBS, RESULT_ROOM, BRANCH_TOKENS, BRANCH_PROBS = range(12)
+ASKER_FIELDS = 12
+MAX_BRANCHES = 32
 SEPARATOR = -1
 # A longer context says more than its few occurrences let it seem: in replays of code, edits and answers 1.0 takes up to 3 % fewer tokens
 # a step than 2.5, and no more are taken if shorter contexts can't win at all.
 SHORTER_PROMISE = 2.5
 ROUNDING = 1e-9  # no more is a tie, which the first keeps
+SEEN_BRANCHES = 4
+"""Ways on of a state that are looked at: the most frequent one and the latest. Each waits for memory, and more of them bring nothing."""
+SETTLED = 0.05
+"""With no more doubt left than this, shorter contexts aren't asked."""
+ANYWHERE = 0.7
+"""What is left when all contexts were asked: so much of it goes to the text's own tokens, by how often they occur, the rest to others."""
 
 
 @njit(inline="always")
@@ -196,6 +205,22 @@ def suffix_state(state: Any, length: Any, states: Any) -> Any:
     return state
 
 
+@njit(inline="always")
+def _note_frequent(token: Any, occurrences: Any, meta: Any) -> None:
+    """A token occurs once more: it moves up among the most frequent ones, or in."""
+    place = FREQUENT + 2 * (NUM_FREQUENT - 1)
+    if occurrences <= meta[place + 1]:
+        return
+    for at in range(FREQUENT, place, 2):
+        if meta[at] == token and meta[at + 1] > 0:
+            place = at
+            break
+    while place > FREQUENT and meta[place - 1] < occurrences:
+        meta[place], meta[place + 1] = meta[place - 2], meta[place - 1]
+        place -= 2
+    meta[place], meta[place + 1] = token, occurrences
+
+
 @compiled
 def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, text: Any, meta: Any) -> None:
     position, state = meta[NUM_TOKENS], meta[LAST]
@@ -238,10 +263,12 @@ def _append(token: Any, max_depth: Any, states: Any, edges: Any, buckets: Any, t
     length = min(length + 1, max_depth + 1)
     active = suffix_state(follow(before, token, states, edges, buckets), length, states)
     meta[ACTIVE], meta[ACTIVE_LENGTH] = active, length
-    state = active
+    state = single = active
     while state != ROOT:
         states[state, COUNT] += 1
+        single = state
         state = states[state, LINK]
+    _note_frequent(token, states[single, COUNT], meta)
     state = before
     while state != NONE:
         if states[state, TOKEN] != token:
@@ -475,3 +502,84 @@ def propose(address: Any, num_new: Any, max_tokens: Any, factor: Any, min_prob: 
                 break
     first = row * asker[RESULT_ROOM]
     return first, first + n, size, score
+
+
+@njit(inline="always")
+def _add_branch(token: Any, prob: Any, n: Any, tokens: Any, probs: Any) -> Any:
+    for i in range(n):
+        if tokens[i] == token:
+            probs[i] += prob
+            return n
+    if n < MAX_BRANCHES:
+        tokens[n], probs[n] = token, prob
+        n += 1
+    return n
+
+
+@compiled
+def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any) -> Any:
+    """
+    The tokens that may come next in the asker's own text beside `first`, which does with a chance of `first_prob`. From the longest
+    suffix to the shortest, each shares out what the longer ones left over (absolute discounting, as in `_chance`); what all leave goes
+    to the tokens that are frequent in the text.
+
+    Args:
+        first: NONE if there is none; `first_prob` is 0 then.
+        factor, min_prob: as in `propose`.
+
+    Returns:
+        how many stand in BRANCH_TOKENS and BRANCH_PROBS, the likeliest first.
+    """
+    asker = _asker(address)
+    meta = _automaton(asker, 0)
+    states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
+    tokens = carray(pointer(asker[BRANCH_TOKENS]), (MAX_BRANCHES,), np.int32)
+    probs = carray(pointer(asker[BRANCH_PROBS]), (MAX_BRANCHES,), np.float64)
+    length = min(meta[ACTIVE_LENGTH], meta[MAX_DEPTH])
+    state = suffix_state(meta[ACTIVE], length, states)
+    n, left = 0, 1.0
+    while state != ROOT and left > SETTLED:
+        size = min(states[state, LENGTH], length)
+        occurrences = states[state, COUNT] - 1  # but for the text's own end
+        if occurrences > 0 and states[state, TOKEN] != NONE and size * factor + 1e-6 >= 1.0:
+            taken = 0.0
+            next_ = states[state, NEXT]
+            edge = start = NONE
+            token, target = states[state, TOKEN], next_
+            if next_ < 0:
+                target = ~next_
+                edge = start = _edge(state, token, edges, buckets)
+            for _ in range(SEEN_BRANCHES):
+                prob = left * _chance(states[target, COUNT], occurrences, size)
+                taken += prob
+                n = _add_branch(token, prob, n, tokens, probs)
+                if edge == NONE:
+                    break
+                edge = edges[edge, IN_RING]
+                if edge == start:
+                    break
+                token, target = edges[edge, EDGE_TOKEN], edges[edge, TARGET]
+            left -= taken
+        state = states[state, LINK]
+    if factor == np.inf:
+        for at in range(FREQUENT, FREQUENT + 2 * NUM_FREQUENT, 2):
+            if meta[at + 1] > 0:
+                n = _add_branch(meta[at], ANYWHERE * left * meta[at + 1] / meta[NUM_TOKENS], n, tokens, probs)
+
+    # Beside a first token that is as likely as this.
+    known = 0.0
+    for i in range(n):
+        if tokens[i] == first:
+            known = probs[i]
+    scale = (1.0 - first_prob) / (1.0 - known) if known < 1.0 else 0.0
+    kept = 0
+    for i in range(n):
+        token, prob = tokens[i], probs[i] * scale
+        if token != first and prob >= min_prob:
+            at = kept
+            while at > 0 and probs[at - 1] < prob:
+                tokens[at], probs[at] = tokens[at - 1], probs[at - 1]
+                at -= 1
+            tokens[at], probs[at] = token, prob
+            kept += 1
+    return kept

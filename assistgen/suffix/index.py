@@ -19,21 +19,19 @@ class Proposal:
     What may follow a context.
 
     Attributes:
-        tokens (`list[int]`): each token's parent comes before it.
-        parents (`list[int]`): index of the token that each one follows, -1 for the context's end. One branch so far: -1, 0, 1, …
+        tokens (`list[int]`): in order, or with `parents` the likeliest first.
         probs (`list[float]`): the estimated chance that all is accepted up to this token.
-        score (`float`): their sum, the expected number of accepted tokens.
+        score (`float`): their sum, the expected number of accepted tokens; of the likeliest way on alone if there are several.
         match_length (`int`): length of the suffix of the context that stands behind it, in tokens; 0 if there is none.
+        parents (`list[int]`, *optional*): if there are several ways on, index of the token that each one follows, which comes before it;
+            -1 for the context's end.
     """
 
     tokens: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
     score: float = 0.0
     match_length: int = 0
-
-    @property
-    def parents(self) -> list[int]:
-        return list(range(-1, len(self.tokens) - 1))
+    parents: list[int] | None = None
 
 
 class SuffixIndex:
@@ -143,6 +141,7 @@ class Cursor:
         self._places = array("q", [0] * (2 * len(indexes)))
         self._new = array("i", [0])
         self._chain = array("q", [0] * (max(index.max_depth for index in indexes) + 1))
+        self._branch_tokens, self._branch_probs = array("i", [0] * automaton.MAX_BRANCHES), array("d", [0.0] * automaton.MAX_BRANCHES)
         self._make_room(16)
 
     def _make_room(self, max_tokens: int) -> None:
@@ -152,12 +151,19 @@ class Cursor:
 
     def _point(self) -> None:
         """Tells the compiled functions where the arrays are (the order is `automaton`'s)."""
-        metas, places, new, chain, tokens, probs = (
-            numbers.buffer_info()[0] for numbers in (self._metas, self._places, self._new, self._chain, self._tokens, self._probs)
-        )
+        metas, places, new, chain, tokens, probs, branch_tokens, branch_probs = (
+            numbers.buffer_info()[0]
+            for numbers in (
+                self._metas, self._places, self._new, self._chain, self._tokens, self._probs, self._branch_tokens, self._branch_probs
+            )
+        )  # fmt: skip
         self._asker = array(
-            "q", [self.is_own, len(self.indexes), metas, places, new, chain, len(self._chain), tokens, probs, self._max_tokens]
-        )
+            "q",
+            [
+                self.is_own, len(self.indexes), metas, places, new, chain, len(self._chain), tokens, probs, self._max_tokens,
+                branch_tokens, branch_probs,
+            ],
+        )  # fmt: skip
         self._address = self._asker.buffer_info()[0]
 
     def _take(self, new: Sequence[int]) -> int:
@@ -205,3 +211,37 @@ class Cursor:
         if first == end:
             return Proposal()
         return Proposal(self._tokens[first:end].tolist(), self._probs[first:end].tolist(), score, size)
+
+    def branch(self, proposal: Proposal, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
+        """
+        A tree: `proposal`, from here or elsewhere, beside the other tokens that may come next in the index's own text.
+
+        Args:
+            max_tokens (`int`): the most tokens in all.
+            max_spec_factor, min_token_prob (`float`): as in `propose`.
+        """
+        trunk, chances = proposal.tokens, proposal.probs
+        first, first_prob = (trunk[0], chances[0]) if trunk else (automaton.NONE, 0.0)
+        n = automaton.branch(self._address, first, first_prob, max_spec_factor, min_token_prob)
+        if n == 0 or (len(trunk) >= max_tokens and chances[max_tokens - 1] >= self._branch_probs[0]):
+            return proposal
+        others, likely = self._branch_tokens[:n].tolist(), self._branch_probs[:n].tolist()
+        likely.append(-1.0)
+        tokens: list[int] = []
+        probs: list[float] = []
+        parents: list[int] = []
+        at, last = 0, -1
+        for token, prob in zip(trunk, chances, strict=True):
+            while likely[at] > prob:
+                tokens.append(others[at])
+                probs.append(likely[at])
+                parents.append(-1)
+                at += 1
+            parents.append(last)
+            last = len(tokens)
+            tokens.append(token)
+            probs.append(prob)
+        tokens += others[at:]
+        probs += likely[at:n]
+        parents += [-1] * (n - at)
+        return Proposal(tokens[:max_tokens], probs[:max_tokens], proposal.score, proposal.match_length, parents[:max_tokens])
