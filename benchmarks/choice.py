@@ -153,15 +153,16 @@ class Session:
         at, start = 1, self._clock.ms
         while at < len(output):
             room = min(LIMIT, len(output) + beyond - at - 1)
-            plan = controller.plan(1, costs, len(output) + beyond - at, so_far)
+            plan = controller.plan(1, costs, len(output) + beyond - at, so_far, takes_trees=True)
             proposal = drafter.propose([0], [room], plan)[0] if room else Draft([], drafter.name)
             depth = controller.trim([proposal], costs)
             draft, width = proposal.cut(depth), controller.width(1, depth, room, costs)
             seconds = self._clock.seconds(cost(self._costs.curve, width))
             costs.record(1, width, seconds)
-            accepted = 0
-            while accepted < min(depth, len(output) - at - 1) and draft.tokens[accepted] == output[at + accepted]:
+            accepted, node = 0, draft.follow(-1, output[at])
+            while node is not None and at + accepted + 1 < len(output):
                 accepted += 1
+                node = draft.follow(node, output[at + accepted])
             if not proposal.is_free:
                 for position in range(min(accepted + 1, depth)):
                     controller.observe(draft, position, position < accepted)

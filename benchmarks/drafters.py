@@ -122,6 +122,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     categories: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_group: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    same_text: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     draft_ms: dict[str, list[float]] = defaultdict(list)
     differences: dict[str, int] = defaultdict(int)
     for number, item in enumerate(items):
@@ -137,6 +138,8 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
                 ratios[side]["wall after the first token"].append(plain["later"] / result["later"])
             for other in theirs if side not in theirs else ():
                 ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
+                if torch.equal(results[other]["sequences"], result["sequences"]):
+                    same_text[f"{side} and {other}"][item["category"]].append((result["per_forward"], results[other]["per_forward"]))
             categories[side][item["category"]].append(result["per_forward"])
             group = item["category"] if item["category"] in GROUPS else "mt_bench"
             by_group[group][side].append(plain["seconds"] / result["seconds"])
@@ -156,6 +159,10 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
         if draft_ms[side]:
             print(f"{side:12s} drafting {geometric_mean([max(ms, 1e-3) for ms in draft_ms[side]]):.0f} ms a round with a draft")
+    for pair, by_category in same_text.items():
+        told = [f"{c} {', '.join(f'{geometric_mean(v):.2f}' for v in zip(*pairs, strict=True))}" for c, pairs in by_category.items()]
+        number = sum(len(pairs) for pairs in by_category.values())
+        print(f"{pair}: tokens per target forward of both on the {number} prompts where they say the same: " + "; ".join(told))
     others = [side for side in ways if side not in theirs and not side.startswith("auto")]
     for group, speeds in by_group.items() if "auto" in ways and others else ():
         best = max(others, key=lambda side: geometric_mean(speeds[side]))

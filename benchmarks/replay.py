@@ -112,24 +112,26 @@ class _Trie:
         return best
 
 
-def replay(make: Callable[[], Drafter], requests: list[Request], depth: int) -> tuple[int, int, int]:
+def replay(make: Callable[[], Drafter], requests: list[Request], depth: int, takes_trees: bool = False) -> tuple[int, int, int]:
     """Tokens said, target steps, drafted tokens that were wasted."""
     said = steps = wasted = 0
-    plan = DepthController("constant").plan(1, ForwardCosts())
+    plan = DepthController().plan(1, ForwardCosts(), takes_trees=takes_trees)
     for prompt, answer in requests:
         drafter = make()
         drafter.begin([prompt + answer[:1]])
         at = 1
         while at < len(answer):
-            draft = drafter.propose([0], [min(depth, len(answer) - at - 1)], plan)[0].tokens if at + 1 < len(answer) else []
-            right = 0
-            while right < len(draft) and draft[right] == answer[at + right]:
+            room = min(depth, len(answer) - at - 1)
+            draft = drafter.propose([0], [room], plan)[0] if room > 0 else Draft([], drafter.name)
+            right, node = 0, draft.follow(-1, answer[at])
+            while node is not None:
                 right += 1
+                node = draft.follow(node, answer[at + right])
             committed = answer[at : at + right + 1]
             drafter.commit(0, committed)
             at += len(committed)
             said += len(committed)
-            wasted += len(draft) - right
+            wasted += len(draft.tokens) - right
             steps += 1
         drafter.end()
     return said, steps, wasted
@@ -193,7 +195,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     results: dict[str, dict[str, list[float]]] = {}
     for name, requests in sets(tokenizer).items():
-        store, tree = SuffixStore(), {"tree": _Trie(24)}
+        store, tree_store, arctic_store = SuffixStore(), SuffixStore(), {"tree": _Trie(24)}
         drafters: dict[str, Callable[[], Drafter]] = {
             "transformers' lookup": lambda: CandidateGeneratorDrafter(
                 PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=2, max_length=1 << 30), cpu
@@ -201,13 +203,15 @@ def main() -> None:
             "ngram": NGramDrafter,
             "arctic's rule": ArcticDrafter,
             "suffix": SuffixDrafter,
-            "arctic's, store": lambda tree=tree: ArcticDrafter(store=tree),
+            "arctic's, store": lambda store=arctic_store: ArcticDrafter(store=store),
             "suffix, store": lambda store=store: SuffixDrafter(store=store),
+            "suffix, trees": SuffixDrafter,
+            "suffix, trees, store": lambda store=tree_store: SuffixDrafter(store=store),
         }
         results[name] = {}
         print(f"{name} ({len(requests)} requests)")
         for drafter, make in drafters.items():
-            said, steps, wasted = replay(make, requests, arguments.depth)
+            said, steps, wasted = replay(make, requests, arguments.depth, takes_trees="trees" in drafter)
             results[name][drafter] = [said / steps, wasted / said]
             print(f"    {drafter:22s} {said / steps:6.3f} tokens a step, {wasted / said:6.3f} wasted a token", flush=True)
     finish({"tokens_per_step_and_wasted": results})

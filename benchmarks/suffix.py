@@ -48,19 +48,20 @@ def ours(text: Any, steps: Any, store: SuffixStore | None) -> dict[str, float]:
     index = SuffixIndex(capacity=len(text) + 256)
     taken = microseconds(lambda: index.extend(text)) / len(text)
     cursor, beside = Cursor([index], is_own=True), store.cursor() if store is not None else None
-    appends, proposals, beside_store, lengths = [], [], [], []
+    appends, proposals, trees, beside_store, lengths = [], [], [], [], []
     for token in steps.tolist():
         appends.append(microseconds(lambda token=token: index.extend([token])))
         start = perf_counter()
         proposal = cursor.propose(16)
         proposals.append((perf_counter() - start) * 1e6)
+        trees.append(proposals[-1] + microseconds(lambda proposal=proposal: cursor.branch(proposal, 16)))
         lengths.append(len(proposal.tokens))
         if beside is not None:
             beside.advance([token])
             beside_store.append(microseconds(lambda: beside.propose(16)))
     result = {
         "take in": taken, "append": statistics.fmean(appends), "propose": statistics.fmean(proposals),
-        "tokens": statistics.fmean(lengths), "bytes": index.nbytes / len(index),
+        "propose a tree": statistics.fmean(trees), "tokens": statistics.fmean(lengths), "bytes": index.nbytes / len(index),
     }  # fmt: skip
     if beside_store:
         result["propose from store"] = statistics.fmean(beside_store)
@@ -100,7 +101,8 @@ def main() -> None:
     text = source_code(tokenizer, 1_100_000 + arguments.store_tokens)
     own, stored = text[:1_100_000], text[1_100_000:]
     SuffixIndex(capacity=8).extend(list(range(50)))  # compiled now
-    Cursor([SuffixIndex()], is_own=True).propose(4)
+    compiled = Cursor([SuffixIndex()], is_own=True)
+    compiled.branch(compiled.propose(4), 4)
     other = Cursor([SuffixIndex()], is_own=False)
     other.advance([1])
     other.propose(4)
