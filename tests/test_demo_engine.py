@@ -266,6 +266,6 @@ def test_the_controller_says_what_it_chose():
         "faults": {"ngram": "<broken>"},
     }  # fmt: skip
     page = view.controller(record(), learned)
-    for words in ("chosen in 1 of 2 rounds", "2 of 4 accepted", "1 of 2 rounds: nothing", "50% of the time", "2 tokens 1.7", "1.50×",
+    for words in ("chosen in 1 of 2 rounds", "2 of 4 accepted", "1 of 2 rounds: nothing", "50% of what it drafts", "2 tokens 1.7", "1.50×",
                   "rests:", "&lt;broken&gt;"):  # fmt: skip
         assert words in page
