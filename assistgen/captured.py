@@ -385,7 +385,7 @@ def _why_no_capture(model: Any) -> str | None:
             return f"{type(model).__name__} has hooks, which a captured forward wouldn't run"
         if hasattr(module, "get_base_layer"):
             return f"{type(model).__name__} has adapters, whose change a captured forward wouldn't see"
-        if any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
+        if compat.changes_with_length(module):
             return f"{type(model).__name__} changes its rotary embedding with the length"
     return None
 

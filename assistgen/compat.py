@@ -176,6 +176,11 @@ def is_sharded(model: Any) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
+def changes_with_length(module: Any) -> bool:
+    """Whether a rotary embedding's frequencies depend on how long the text is; some models drop their cache where they change."""
+    return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
+
+
 def has_hooks(module: Any) -> bool:
     """Somebody's: transformers installs its own for good once hidden states were asked for, and these only pick out."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

@@ -157,7 +157,11 @@ class GuardedDrafter(Drafter):
         if not draft.tokens:
             return
         if (parents := draft.parents) is not None and not (
-            takes_trees and len(parents) == len(draft.tokens) and all(-1 <= parent < node for node, parent in enumerate(parents))
+            takes_trees
+            and draft.probs is None
+            and draft.is_free
+            and len(parents) == len(draft.tokens)
+            and all(-1 <= parent < node for node, parent in enumerate(parents))
         ):
             raise ValueError("a tree that isn't one, or wasn't asked for")
         if min(draft.tokens) < 0 or max(draft.tokens) >= self._vocab_size:

@@ -118,7 +118,7 @@ class Target(ABC):
         return self.forward(rows, starts, [count + 1 for count in drafted], width, logits_to_keep=width)
 
     def takes_trees(self) -> bool:
-        """Whether `verify_tree` and `gather` can be called. Reliable after the prefill."""
+        """Whether `verify_tree` and `gather` can be called. Reliable once the first token is committed."""
         return False
 
     def verify_tree(self, parents: list[int], width: int) -> Any:
@@ -239,12 +239,18 @@ class RowsInStep(Target):
 
     def takes_trees(self) -> bool:
         types = layer_types(self.model.config.get_text_config(decoder=True))
-        return (
+        if not (
             len(self.tokens.lengths) == 1
             and why_no_free_masks(self.model, self.model_kwargs) is None
             and compat.keeps_everything(self.cache)
             and set(types) == {FULL}
-        )
+            and not any(map(compat.changes_with_length, self.model.modules()))
+        ):
+            return False
+        # What the model makes of the next token: PEFT's prompt tuning, for one, hands no positions on.
+        inputs = self._inputs(self._held + 1)
+        shapes = [ids.shape[-1] for name in ("input_ids", "position_ids") if (ids := inputs.get(name)) is not None]
+        return shapes == [1, 1]
 
     def verify_tree(self, parents: list[int], width: int) -> Any:
         start = self.tokens.lengths[0] - 1
@@ -276,11 +282,11 @@ class RowsInStep(Target):
     def gather(self, nodes: list[int]) -> None:
         if nodes == list(range(len(nodes))):
             return
+        index = torch.tensor(nodes, device=self.cache.layers[0].keys.device)
         for layer in self.cache.layers:
-            block = layer.keys.shape[2] - self.fed + 1
             for states in (layer.keys, layer.values):
-                index = torch.tensor(nodes, device=states.device) + block
-                states[:, :, block : block + len(nodes)] = states[:, :, index]
+                block = states[:, :, states.shape[2] - self.fed + 1 :]
+                block[:, :, : len(nodes)] = block[:, :, index.to(states.device)]
 
     def ahead(self, row: int) -> int:
         return max(0, self.tokens.lengths[row] - 1 - self._held)
@@ -438,8 +444,6 @@ def why_no_free_masks(model: Any, model_kwargs: dict[str, Any]) -> str | None:
         return f"attention implementation {config._attn_implementation} takes no mask for each row"
     if any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids", "inputs_embeds")):
         return "the prompt has embeddings or token types"
-    if (mask := model_kwargs.get("attention_mask")) is not None and mask.dim() != 2:
-        return "the prompt's attention mask isn't one of its tokens"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as tf
 from transformers import DynamicCache
 
 import assistgen
@@ -50,6 +51,46 @@ def test_family(family, attention, moved):
     model = build(family, attn_implementation=attention)
     assert_equal(*both(model, {"input_ids": prompt(24, period=5)}, do_sample=False, max_new_tokens=NEW))
     assert len(moved) > 5
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_filling_behind_a_tree(attention, moved, monkeypatch):
+    monkeypatch.setattr(OracleTrees, "constant_depth", False)
+    monkeypatch.setattr(DepthController, "trim", lambda self, drafts, costs: max(len(draft.tokens) for draft in drafts))
+    monkeypatch.setattr(DepthController, "width", lambda self, rows, depth, room, costs: min(depth + 3, room) + 1)
+    model = build(attn_implementation=attention)
+    assert_equal(*both(model, {"input_ids": prompt(24, period=5)}, do_sample=False, max_new_tokens=NEW))
+    assert len(moved) > 5
+
+
+@pytest.mark.exactness
+def test_a_rotary_embedding_that_changes(moved):
+    """Phi-3 drops its cache where its embedding changes: chains there, whatever the text comes to."""
+    model = tf.Phi3ForCausalLM(
+        tf.Phi3Config(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, original_max_position_embeddings=40, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        )
+    ).to(torch.float64).eval()  # fmt: skip
+    ids, speculator = prompt(20, period=5), TreeSpeculator([])
+    truth = model.generate(ids, max_new_tokens=16, do_sample=False)
+    speculator.truth = truth[0, 20:].tolist()
+    assert torch.equal(truth, assistgen.generate(model, ids, max_new_tokens=16, do_sample=False, speculation=speculator))
+    assert not moved
+    assistgen.generate(model, ids, max_new_tokens=40, do_sample=False, speculation="suffix")  # over the border without an error
+
+
+@pytest.mark.exactness
+def test_prompt_tuning(moved):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(dtype=torch.float32), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+    output = assistgen.generate(
+        model, prompt(24, period=5), max_new_tokens=NEW, do_sample=False, speculation="suffix", return_dict_in_generate=True
+    )
+    assert output.speculation.num_tokens == NEW
+    assert not moved
 
 
 @pytest.mark.exactness
@@ -170,6 +211,7 @@ def test_stream_tells_the_path(moved, tokenizer):  # noqa: F811
         accepted = sum(source == "oracle" for source in chunk.sources)
         assert chunk.draft_ids[:accepted] == chunk.token_ids[:accepted]
         assert accepted <= len(chunk.draft_ids) <= 3
+    assert any(len(chunk.draft_ids) > len(chunk.token_ids) - 1 for chunk in chunks[1:])  # and how it would have gone on
     assert len(moved) > 5
 
 
@@ -207,6 +249,10 @@ def test_cutting():
     assert TREE.cut(1).parents is None  # a chain again
     assert TREE.without({0}) == Draft([6, 8], "x", (2, 4))
     assert TREE.without({3}) == Draft([5, 6, 7, 6], "x", (1, 2, 3, 5), parents=[-1, -1, 0, 0])
+
+
+def test_one_piece_of_evidence_for_all():
+    assert Draft([5, 6, 7], "x", (4,), parents=[-1, -1, 0]).without({1}) == Draft([5, 7], "x", (4, 4))
 
 
 def test_bans():

@@ -71,7 +71,7 @@ class Draft:
         return Draft(
             [self.tokens[node] for node in nodes],
             self.source,
-            tuple(self.evidence[node] for node in nodes),
+            tuple(self.evidence[min(node, len(self.evidence) - 1)] for node in nodes),
             is_free=self.is_free,
             parents=branching([places[self.parents[node]] for node in nodes]),
         )
