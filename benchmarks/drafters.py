@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
-                        help="also lookup, ngram, suffix, suffix_whole, auto, auto_nf4, chain")  # fmt: skip
+                        help="also lookup, ngram, suffix, suffix_store (of the run's), suffix_whole, auto, auto_nf4, chain")  # fmt: skip
     arguments = parser.parse_args()
     target, tokenizer = load("qwen2.5-coder-1.5b", arguments.dtype)
     draft, _ = load("qwen2.5-coder-0.5b", arguments.dtype)
@@ -59,6 +59,7 @@ def main() -> None:
         "lookup": lambda: {"prompt_lookup_num_tokens": 10},
         "ngram": lambda: assistgen.Speculator("ngram"),
         "suffix": lambda: assistgen.Speculator("suffix"),
+        "suffix_store": lambda: assistgen.Speculator({"method": "suffix", "suffix_decoding_max_cached_requests": 1000}),
         "suffix_whole": lambda: assistgen.Speculator({"method": "suffix", "depth": "constant", "num_speculative_tokens": 10}),
         "auto": lambda: assistgen.Speculator({"method": "auto", "model": draft}),
         "auto_nf4": lambda: assistgen.Speculator({"method": "auto", "model": nf4("qwen2.5-coder-0.5b", target.dtype)}),

@@ -76,23 +76,28 @@ class BruteForce:
                     best = (tokens, probs, sum(probs), size)
         return best
 
-    def branch(self, first, first_prob, factor, min_prob):
-        """The chance of each token to come next beside `first`."""
-        text, left, probs, before = self.sequences[-1], 1.0, Counter(), None
-        for size in range(min(len(text), self.depth), 0, -1):
-            places = self.followers(text[-size:])
-            if places == before or left <= 0.05:
-                continue  # the longest of several that occur together speaks for them
-            before = places
-            places = self.followers(text[-size:], own=True)
-            if places and size * factor + 1e-6 >= 1:
-                shares = {token: (count - 3 / (size + 4)) / len(places) for token, count in Counter(map(self.token_at, places)).items()}
-                for token, share in shares.items():
-                    probs[token] += left * share
-                left *= 1 - sum(shares.values())
+    def branch(self, first, first_prob, factor, min_prob, memory=None):
+        """The chance of each token to come next beside `first`; `memory`: likewise of other texts."""
+        text, left, probs = self.sequences[-1], 1.0, Counter()
+        for reference, own in ((self, True), (memory, False)) if memory else ((self, True),):
+            before = None
+            for size in range(min(len(text), self.depth), 0, -1):
+                places = reference.followers(text[-size:])
+                if places == before or left <= 0.05:
+                    continue  # the longest of several that occur together speaks for them
+                before = places
+                places = reference.followers(text[-size:], own)
+                counts = Counter(token for token in map(reference.token_at, places) if token is not None)
+                if counts and size * factor + 1e-6 >= 1:
+                    shares = {token: (count - 3 / (size + 4)) / len(places) for token, count in counts.items()}
+                    for token, share in shares.items():
+                        probs[token] += left * share
+                    left *= 1 - sum(shares.values())
         if factor == math.inf:
-            for token, count in Counter(text).items():
-                probs[token] += 0.7 * left * count / len(text)
+            for sequences in (self.sequences, memory.sequences) if memory else (self.sequences,):
+                tokens = [token for sequence in sequences for token in sequence]
+                for token, count in Counter(tokens).items():
+                    probs[token] += 0.7 * left * count / (len(tokens) + len(sequences) - 1) / (2 if memory else 1)
         scale = (1 - first_prob) / (1 - probs.pop(first, 0.0))
         return {token: prob * scale for token, prob in probs.items() if prob * scale >= min_prob}
 
@@ -163,16 +168,25 @@ def test_other_texts_equal_brute_force(sequences, context, step, max_tokens, fac
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=texts(), **RULES)
-def test_branches_equal_brute_force(text, max_tokens, factor, min_prob, depth):
+@given(text=texts(), remembered=st.lists(texts(), max_size=3), **RULES)
+def test_branches_equal_brute_force(text, remembered, max_tokens, factor, min_prob, depth):
     text = [token % 4 for token in text]  # no more ways on than are looked at
     index = SuffixIndex(depth)
     index.extend(text)
-    cursor = Cursor([index], is_own=True)
+    cursor, memory, reference = Cursor([index], is_own=True), None, None
+    if remembered:
+        remembered = [[token % 4 for token in sequence] for sequence in remembered]
+        largest, smaller = SuffixIndex(depth), SuffixIndex(depth)
+        for sequence in remembered:
+            largest.begin_sequence()
+            largest.extend(sequence)
+        smaller.extend(remembered[0][:-1])
+        memory, reference = Cursor([smaller, largest], is_own=False), BruteForce(remembered, depth)
+        memory.advance(text)
     trunk = cursor.propose(max_tokens, factor, min_prob)
     first, first_prob = (trunk.tokens[0], trunk.probs[0]) if trunk.tokens else (-1, 0.0)
-    expected = BruteForce([text], depth).branch(first, first_prob, factor, min_prob)
-    tree = cursor.branch(trunk, 40, factor, min_prob)
+    expected = BruteForce([text], depth).branch(first, first_prob, factor, min_prob, reference)
+    tree = cursor.branch(trunk, 40, factor, min_prob, memory)
     parents = tree.parents if tree.parents is not None else list(range(-1, len(tree.tokens) - 1))
     beside = {tree.tokens[node]: tree.probs[node] for node in range(len(tree.tokens)) if parents[node] == -1}
     if trunk.tokens:
@@ -183,7 +197,7 @@ def test_branches_equal_brute_force(text, max_tokens, factor, min_prob, depth):
     trunk_nodes = [node for node in range(len(tree.tokens)) if parents[node] != -1 or tree.tokens[node] == first]
     assert [tree.tokens[node] for node in trunk_nodes] == trunk.tokens
     assert [parents[node] for node in trunk_nodes] == [-1, *trunk_nodes][: len(trunk_nodes)]
-    shorter = cursor.branch(trunk, max_tokens, factor, min_prob)
+    shorter = cursor.branch(trunk, max_tokens, factor, min_prob, memory)
     assert shorter.tokens == tree.tokens[:max_tokens]
     assert shorter.probs == tree.probs[:max_tokens]
     assert shorter.parents in (None, parents[:max_tokens])

@@ -3,22 +3,23 @@
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), whose rule scores the continuation of every match length by its expected number
 of accepted tokens. Differences: the text's own end doesn't count as an occurrence, a short context and a rare continuation are trusted
 less, the context of a probability grows along the draft, and a draft that reaches the text's end goes on as the repetition it is. Where a
-tree can be verified, the next token's other candidates compete with that draft: what followed at other places, after any context, and the
-text's frequent tokens. In text that doesn't repeat itself these are most of what is right; deeper branches would add a tenth of that.
+tree can be verified, the next token's other candidates compete with that draft: what followed at other places, after any context, in the
+text and then in the store, and frequent tokens. In text that doesn't repeat itself these are most of what is right; deeper branches would
+add a tenth of that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .base import Draft, Drafter, Plan, branching, evidence_of
 
 
 if TYPE_CHECKING:
-    from ..suffix.index import Proposal, SuffixIndex
-    from ..suffix.store import SuffixStore, Vocabulary
+    from ..suffix.index import Cursor, Proposal, SuffixIndex
+    from ..suffix.store import StoreCursor, SuffixStore, Vocabulary
 
 NAME = "suffix"
 STORE_TRUST = 0.5
@@ -54,7 +55,8 @@ class SuffixDrafter(Drafter):
         if store is not None:
             store.check(vocabulary)
         self._own: list[SuffixIndex] = []
-        self._cursors: list[list[Any]] = []
+        self._own_cursors: list[Cursor] = []
+        self._store_cursors: list[StoreCursor | None] = []
         self._outputs: list[list[int]] = []
 
     def begin(self, rows: Sequence[list[int]]) -> None:
@@ -64,11 +66,12 @@ class SuffixDrafter(Drafter):
             index = SuffixIndex(self.max_depth, len(text) + len(tokens) + 256)
             index.extend(text + tokens)
             self._own.append(index)
-            self._cursors.append([Cursor([index], is_own=True)])
+            self._own_cursors.append(Cursor([index], is_own=True))
             self._outputs.append(tokens[-1:])
-            if self._store is not None:
-                self._cursors[-1].append(self._store.cursor())
-                self._cursors[-1][1].advance(tokens)
+            memory = self._store.cursor() if self._store is not None else None
+            if memory is not None:
+                memory.advance(tokens)
+            self._store_cursors.append(memory)
 
     def propose(self, rows: Sequence[int], max_tokens: Sequence[int], plan: Plan) -> list[Draft]:
         return [
@@ -77,21 +80,25 @@ class SuffixDrafter(Drafter):
 
     def _propose(self, row: int, max_tokens: int, as_tree: bool) -> Draft:
         limits = (max_tokens, self.max_spec_factor, self.min_token_prob)
-        own, *others = [cursor.propose(*limits) for cursor in self._cursors[row]]
-        best = next((other for other in others if STORE_TRUST * other.score > own.score), own)
-        return as_draft(self._cursors[row][0].branch(best, *limits) if as_tree else best)
+        own, memory = self._own_cursors[row], self._store_cursors[row]
+        best = own.propose(*limits)
+        if memory is not None and STORE_TRUST * (other := memory.propose(*limits)).score > best.score:
+            best = other
+        if as_tree:
+            best = memory.branch(own, best, *limits) if memory is not None else own.branch(best, *limits)
+        return as_draft(best)
 
     def commit(self, row: int, tokens: list[int]) -> None:
         self._own[row].extend(tokens)
         self._outputs[row] += tokens
-        if self._store is not None:
-            self._cursors[row][1].advance(tokens)
+        if (memory := self._store_cursors[row]) is not None:
+            memory.advance(tokens)
 
     def end(self) -> None:
         if self._store is not None:
             for output in self._outputs:
                 self._store.add(output, self._vocabulary)
-        self._own, self._cursors, self._outputs = [], [], []
+        self._own, self._own_cursors, self._store_cursors, self._outputs = [], [], [], []
 
 
 def as_draft(proposal: Proposal) -> Draft:

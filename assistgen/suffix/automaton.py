@@ -516,31 +516,30 @@ def _add_branch(token: Any, prob: Any, n: Any, tokens: Any, probs: Any) -> Any:
     return n
 
 
-@compiled
-def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any) -> Any:
-    """
-    The tokens that may come next in the asker's own text beside `first`, which does with a chance of `first_prob`. From the longest
-    suffix to the shortest, each shares out what the longer ones left over (absolute discounting, as in `_chance`); what all leave goes
-    to the tokens that are frequent in the text.
+@njit(inline="always")
+def _add_frequent(share: Any, n: Any, meta: Any, tokens: Any, probs: Any) -> Any:
+    """Among the tokens that are frequent in a text `share` is shared out by how frequent they are."""
+    for at in range(FREQUENT, FREQUENT + 2 * NUM_FREQUENT, 2):
+        if meta[at + 1] > 0:
+            n = _add_branch(meta[at], share * meta[at + 1] / meta[NUM_TOKENS], n, tokens, probs)
+    return n
 
-    Args:
-        first: NONE if there is none; `first_prob` is 0 then.
-        factor, min_prob: as in `propose`.
+
+@njit(inline="always")
+def _share_out(
+    state: Any, length: Any, ends: Any, factor: Any, n: Any, left: Any, meta: Any, states: Any, edges: Any, buckets: Any, tokens: Any,
+    probs: Any,
+) -> Any:  # fmt: skip
+    """
+    What follows a state's substring of `length` tokens and its suffixes, from the longest to the shortest: each shares out what the longer
+    ones left over (absolute discounting, as in `_chance`). `ends` occurrences are the text's own end.
 
     Returns:
-        how many stand in BRANCH_TOKENS and BRANCH_PROBS, the likeliest first.
+        how many branches there are now, and what is left over.
     """
-    asker = _asker(address)
-    meta = _automaton(asker, 0)
-    states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
-    tokens = carray(pointer(asker[BRANCH_TOKENS]), (MAX_BRANCHES,), np.int32)
-    probs = carray(pointer(asker[BRANCH_PROBS]), (MAX_BRANCHES,), np.float64)
-    length = min(meta[ACTIVE_LENGTH], meta[MAX_DEPTH])
-    state = suffix_state(meta[ACTIVE], length, states)
-    n, left = 0, 1.0
     while state != ROOT and left > SETTLED:
         size = min(states[state, LENGTH], length)
-        occurrences = states[state, COUNT] - 1  # but for the text's own end
+        occurrences = states[state, COUNT] - ends
         if occurrences > 0 and states[state, TOKEN] != NONE and size * factor + 1e-6 >= 1.0:
             taken = 0.0
             next_ = states[state, NEXT]
@@ -561,10 +560,45 @@ def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any
                 token, target = edges[edge, EDGE_TOKEN], edges[edge, TARGET]
             left -= taken
         state = states[state, LINK]
+    return n, left
+
+
+@compiled
+def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any, memory: Any) -> Any:
+    """
+    The tokens that may come next in the asker's own text beside `first`, which does with a chance of `first_prob`: what followed the
+    text's suffixes in itself, then in the memory, then what is frequent in both.
+
+    Args:
+        first: NONE if there is none; `first_prob` is 0 then.
+        factor, min_prob: as in `propose`.
+        memory: the address of an asker that follows this text in others, of which the largest is looked into; 0 if there is none.
+
+    Returns:
+        how many stand in BRANCH_TOKENS and BRANCH_PROBS, the likeliest first.
+    """
+    asker = _asker(address)
+    meta = other = _automaton(asker, 0)
+    states = _states(meta)
+    tokens = carray(pointer(asker[BRANCH_TOKENS]), (MAX_BRANCHES,), np.int32)
+    probs = carray(pointer(asker[BRANCH_PROBS]), (MAX_BRANCHES,), np.float64)
+    length = min(meta[ACTIVE_LENGTH], meta[MAX_DEPTH])
+    state = suffix_state(meta[ACTIVE], length, states)
+    n, left = _share_out(state, length, 1, factor, 0, 1.0, meta, states, _edges(meta), _buckets(meta), tokens, probs)
+    if memory != 0:
+        remembering = _asker(memory)
+        places = _places(remembering)
+        largest, other = 0, _automaton(remembering, 0)
+        for i in range(1, remembering[NUM_AUTOMATA]):
+            if _automaton(remembering, i)[NUM_TOKENS] > other[NUM_TOKENS]:
+                largest, other = i, _automaton(remembering, i)
+        state, length = places[largest, 0], places[largest, 1]
+        n, left = _share_out(state, length, 0, factor, n, left, other, _states(other), _edges(other), _buckets(other), tokens, probs)
     if factor == np.inf:
-        for at in range(FREQUENT, FREQUENT + 2 * NUM_FREQUENT, 2):
-            if meta[at + 1] > 0:
-                n = _add_branch(meta[at], ANYWHERE * left * meta[at + 1] / meta[NUM_TOKENS], n, tokens, probs)
+        share = ANYWHERE * left if memory == 0 else 0.5 * ANYWHERE * left
+        n = _add_frequent(share, n, meta, tokens, probs)
+        if memory != 0:
+            n = _add_frequent(share, n, other, tokens, probs)
 
     # Beside a first token that is as likely as this.
     known = 0.0

@@ -212,17 +212,27 @@ class Cursor:
             return Proposal()
         return Proposal(self._tokens[first:end].tolist(), self._probs[first:end].tolist(), score, size)
 
-    def branch(self, proposal: Proposal, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002) -> Proposal:
+    def branch(
+        self,
+        proposal: Proposal,
+        max_tokens: int,
+        max_spec_factor: float = math.inf,
+        min_token_prob: float = 0.002,
+        memory: Cursor | None = None,
+    ) -> Proposal:
         """
         A tree: `proposal`, from here or elsewhere, beside the other tokens that may come next in the index's own text.
 
         Args:
             max_tokens (`int`): the most tokens in all.
             max_spec_factor, min_token_prob (`float`): as in `propose`.
+            memory (`Cursor`, *optional*): follows this text in others. What the text itself leaves open goes by the largest of these.
         """
         trunk, chances = proposal.tokens, proposal.probs
         first, first_prob = (trunk[0], chances[0]) if trunk else (automaton.NONE, 0.0)
-        n = automaton.branch(self._address, first, first_prob, max_spec_factor, min_token_prob)
+        n = automaton.branch(
+            self._address, first, first_prob, max_spec_factor, min_token_prob, memory._address if memory is not None else 0
+        )
         if n == 0 or (len(trunk) >= max_tokens and chances[max_tokens - 1] >= self._branch_probs[0]):
             return proposal
         others, likely = self._branch_tokens[:n].tolist(), self._branch_probs[:n].tolist()

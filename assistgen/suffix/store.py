@@ -251,6 +251,13 @@ class StoreCursor:
             self._followed = len(self._tail)
             return self._cursor.propose(max_tokens, max_spec_factor, min_token_prob, new)
 
+    def branch(
+        self, own: Cursor, proposal: Proposal, max_tokens: int, max_spec_factor: float = math.inf, min_token_prob: float = 0.002
+    ) -> Proposal:
+        """As `Cursor.branch` of `own`, the text's cursor in itself, with the store as it was at the last proposal for its memory."""
+        with self._store._lock:
+            return own.branch(proposal, max_tokens, max_spec_factor, min_token_prob, self._cursor)
+
 
 def _write(file: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
