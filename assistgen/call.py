@@ -79,11 +79,14 @@ class Call:
         tokens = TokenBuffer(input_ids, int(pad) if (pad := generation_config._pad_token_tensor) is not None else 0)
         reason = compat.why_no_roll_back(model_kwargs.get(compat.CACHE), model)
         processors = [logits_processor]
+        why_not_several_at_once = compat.why_not_several_at_once(
+            model, input_ids, model_kwargs.get("attention_mask"), generation_config.max_length
+        )
         if num_rows > 1:
             apart = RowsApart.why_not(model, generation_config, model_kwargs) is None
             reason = (
                 (reason if not apart else None)
-                or compat.why_not_token_by_token(model)
+                or why_not_several_at_once
                 or why_not_row_by_row(self.processors, self.criteria, generation_config, inputs_tensor, num_rows)
             )
             if reason is not None:
@@ -92,7 +95,7 @@ class Call:
             processors = row_processors(
                 model, generation_config, input_ids, inputs_tensor, self.processors, self.prefix_allowed_tokens_fn, model_kwargs
             )
-        elif (reason := reason or compat.why_not_token_by_token(model)) is not None:
+        elif (reason := reason or why_not_several_at_once) is not None:
             stats.count_fallback(reason)
             speculator = None
         kind: Any = RowsApart if num_rows > 1 and apart else RowsInStep
@@ -110,7 +113,6 @@ class Call:
             returns_cache=generation_config.return_dict_in_generate or self.cache is not None,
             rows_come_back=not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria),
         )
-        config = model.config.get_text_config(decoder=True)
         inputs = self._inputs(model, input_ids, inputs_tensor, model_kwargs)
         decoding = Decoding(
             target=target,
@@ -126,7 +128,7 @@ class Call:
             stopping_criteria=stopping_criteria,
             recorder=Recorder(generation_config, model_kwargs, num_rows, model.config.is_encoder_decoder),
             streamer=self.streamer,
-            position_limit=getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None),
+            position_limits=compat.position_limits(model),
             prompt_tokens=inputs.prompts,
             stats=stats,
             start=self.start,

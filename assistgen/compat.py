@@ -72,14 +72,32 @@ def why_no_roll_back(cache: Any, model: Any = None) -> str | None:
     return None
 
 
-def why_not_token_by_token(model: Any) -> str | None:
+def why_not_several_at_once(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_length: int) -> str | None:
     """
-    Why a token's logits depend on what else is in its forward, or `None` if they don't. LLM.int8() (arXiv 2208.07339) multiplies those
-    features apart that are large for any of the tokens.
+    Why several tokens in one forward wouldn't get the logits that they get one by one, or `None` if they do. LLM.int8() (arXiv
+    2208.07339) multiplies those features apart that are large for any of the tokens. A rotary embedding that changes with the length goes
+    by the furthest position; where that happens once, one row without padding can be decoded around it (`position_limits`). PEFT's prompt
+    learning feeds the last token and no other.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(rows, length)`), attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): the
+            prompts; the mask is longer if there are embeddings before the ids.
+        max_length (`int`): of ids, that the call may come to.
     """
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "load_in_8bit", False) and getattr(config, "llm_int8_threshold", 0.0) > 0:
         return "8-bit products depend on the forward's other tokens; quantise with llm_int8_threshold=0.0"
+    adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    if getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False):
+        return "PEFT's prompt learning takes one token at a time"
+    if (change := where_rotary_changes(model)) is not None:
+        border, goes_on = change
+        is_padded = False
+        if attention_mask is not None:
+            max_length += max(0, attention_mask.shape[1] - input_ids.shape[1])
+            is_padded = not bool(attention_mask.all())
+        if max_length > border and (goes_on or is_padded or input_ids.shape[0] > 1):
+            return f"the rotary embedding changes past {border} tokens, which the call may pass"
     return None
 
 
@@ -177,8 +195,34 @@ def is_sharded(model: Any) -> bool:
 
 
 def changes_with_length(module: Any) -> bool:
-    """Whether a rotary embedding's frequencies depend on how long the text is; some models drop their cache where they change."""
+    """Whether a rotary embedding's frequencies depend on how long the text is."""
     return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
+
+
+def where_rotary_changes(model: Any) -> tuple[int, bool] | None:
+    """
+    The length past which a rotary embedding has other frequencies (Phi-3 drops its cache there, too), and whether they change with every
+    token from there on; `None`: they never change.
+    """
+    # Before 5.24 Phi-3 begins anew with the last token only, again and again; that can be had only one token at a time.
+    borders, goes_on = [], CACHE != "cache"
+    for module in filter(changes_with_length, model.modules()):
+        parameters = module.config.rope_parameters
+        for kind in [parameters] if "rope_type" in parameters else parameters.values():
+            if kind["rope_type"] == "longrope":
+                borders.append(kind["original_max_position_embeddings"])
+            elif "dynamic" in kind["rope_type"]:
+                borders.append(module.original_max_seq_len)
+                goes_on = True
+    return (min(borders), goes_on) if borders else None
+
+
+def position_limits(model: Any) -> list[int]:
+    """Lengths at which something changes: the positions that a model was made for, and where its rotary embedding does."""
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    change = where_rotary_changes(model)
+    return [limit for limit in (positions, change[0] if change is not None else None) if limit is not None]
 
 
 def has_hooks(module: Any) -> bool:

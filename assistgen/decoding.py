@@ -70,7 +70,8 @@ class Decoding:
         stopping_criteria (`StoppingCriteriaList`): all of them, for the length and end-of-sequence tokens.
         recorder (`Recorder`): what the output is to hold beside the ids.
         streamer (`BaseStreamer`, *optional*): gets each token once, in order, as soon as it is committed.
-        position_limit (`int`, *optional*): positions that the model was made for.
+        position_limits (`list[int]`): lengths at which drafts end, since something of the model changes there; the token past one is
+            decoded by itself.
         prompt_tokens: gives the rows' prompts without padding, for the drafter.
         start (`float`): `perf_counter()` at the call, for the time to first token.
     """
@@ -90,7 +91,7 @@ class Decoding:
         stopping_criteria: StoppingCriteriaList,
         recorder: Recorder,
         streamer: Any,
-        position_limit: int | None,
+        position_limits: list[int],
         prompt_tokens: Callable[[], list[list[int]]],
         stats: SpeculationStats,
         start: float,
@@ -99,7 +100,7 @@ class Decoding:
         self.drafter, self.controller, self.costs = drafter, controller, costs
         self.max_draft_tokens, self.judges_blocks = max_draft_tokens, judges_blocks
         self.recorder, self.streamer = recorder, streamer
-        self.position_limit, self.prompt_tokens = position_limit, prompt_tokens
+        self.position_limits, self.prompt_tokens = position_limits, prompt_tokens
         self.stats = stats
         self.stats.rows = [RowStats() for _ in rows]
         self.output: Any = None
@@ -224,8 +225,9 @@ class Decoding:
             if row.done:
                 room = max(len(other.output) for other in self.rows) - len(row.output) - 1
             position = length + self.target.cached - self.tokens.prompt_length
-            if self.position_limit is not None and position <= self.position_limit:
-                room = min(room, self.position_limit - position)
+            for limit in self.position_limits:
+                if position <= limit + 1:
+                    room = min(room, limit - position)
             if most is not None:
                 room = min(room, most)
             rooms.append(max(0, room))

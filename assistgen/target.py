@@ -118,7 +118,7 @@ class Target(ABC):
         return self.forward(rows, starts, [count + 1 for count in drafted], width, logits_to_keep=width)
 
     def takes_trees(self) -> bool:
-        """Whether `verify_tree` and `gather` can be called. Reliable once the first token is committed."""
+        """Whether `verify_tree` and `gather` can be called. Reliable after the prefill."""
         return False
 
     def verify_tree(self, parents: list[int], width: int) -> Any:
@@ -219,6 +219,8 @@ class RowsInStep(Target):
         inputs = self._inputs(end)
         first = width - logits_to_keep + min(self.leads)
         outputs = self._forward(inputs, len(self.tokens.lengths) * self.fed, self.fed - first)
+        if (cache := outputs.get(compat.CACHE)) is not None and cache is not self.cache:
+            self._change_cache(cache)
         self._held = end
         logits = outputs.logits
         if len(self.tokens.lengths) == 1:
@@ -227,6 +229,12 @@ class RowsInStep(Target):
             at = torch.tensor(self.leads)[:, None] + torch.arange(width - logits_to_keep, width) - (self.fed - logits.shape[1])
             outputs.logits = logits[torch.tensor(rows)[:, None], at]
         return outputs
+
+    def _change_cache(self, cache: Any) -> None:
+        """The model began a new one, as Phi-3 does where its rotary embedding changes."""
+        self._recording.close()
+        self.model_kwargs[compat.CACHE] = cache
+        self._recording.enter_context(compat.recording_past(cache))
 
     def _inputs(self, end: int) -> dict[str, Any]:
         """Of a forward that feeds all ids before `end` that the cache doesn't hold."""
@@ -238,19 +246,12 @@ class RowsInStep(Target):
         return inputs
 
     def takes_trees(self) -> bool:
-        types = layer_types(self.model.config.get_text_config(decoder=True))
-        if not (
+        return (
             len(self.tokens.lengths) == 1
             and why_no_free_masks(self.model, self.model_kwargs) is None
             and compat.keeps_everything(self.cache)
-            and set(types) == {FULL}
-            and not any(map(compat.changes_with_length, self.model.modules()))
-        ):
-            return False
-        # What the model makes of the next token: PEFT's prompt tuning, for one, hands no positions on.
-        inputs = self._inputs(self._held + 1)
-        shapes = [ids.shape[-1] for name in ("input_ids", "position_ids") if (ids := inputs.get(name)) is not None]
-        return shapes == [1, 1]
+            and set(layer_types(self.model.config.get_text_config(decoder=True))) == {FULL}
+        )
 
     def verify_tree(self, parents: list[int], width: int) -> Any:
         start = self.tokens.lengths[0] - 1

@@ -8,7 +8,7 @@ import assistgen
 from assistgen import compat
 
 from .oracles import OracleGenerator, OracleSpeculator, constant
-from .tiny import FAMILIES, build, pad_left, prompt
+from .tiny import FAMILIES, build, changing, pad_left, prompt
 
 
 pytestmark = pytest.mark.exactness
@@ -321,6 +321,61 @@ def test_positions_end_where_the_model_ends():
     fast = assistgen.generate(model, ids, max_length=48, do_sample=False, speculation=generator, **DICT)
     assert torch.equal(plain.sequences, fast.sequences)
     assert fast.speculation.num_accepted_tokens > 20
+
+
+RECOMPUTES = compat.CACHE == "cache"
+"""Before 5.24 Phi-3 forgets the text where it drops its cache."""
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("length", [20, 38, 39, 40, 41, 60])
+def test_a_rotary_embedding_that_changes_once(length, window):
+    """Phi-3 drops its cache there. Drafts end before, and begin behind it."""
+    model, ids = changing("longrope", sliding_window=window), prompt(length, period=5)
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False, **DICT)
+    forwards = []
+    handle = model.model.register_forward_pre_hook(lambda m, a, kw: forwards.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    generator = OracleGenerator(plain.sequences, right=lambda position: position % 7)
+    fast = assistgen.generate(model, ids, max_new_tokens=40, do_sample=False, speculation=generator, **DICT)
+    handle.remove()
+    assert torch.equal(plain.sequences, fast.sequences)
+    for p, f in zip(plain.scores, fast.scores, strict=True):
+        torch.testing.assert_close(p, f, atol=1e-5, rtol=1e-5)  # recorded in float32
+    if not RECOMPUTES:
+        assert fast.speculation.fallbacks
+        return
+    assert fast.speculation.num_accepted_tokens > 20
+    assert sum(width >= 20 for width in forwards) == 1 + (length <= 40)  # the prompt, and all when the cache is dropped
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("case", ["row", "padded", "rows", "short"])
+def test_a_rotary_embedding_that_changes(kind, case):
+    model, new = changing(kind), 12 if case == "short" else 40
+    inputs = pad_left([prompt(15, 2), prompt(24, 1)])
+    if case == "padded":
+        inputs = {name: ids[:1] for name, ids in inputs.items()}
+    elif case != "short":
+        inputs = {"input_ids": torch.cat([prompt(24, seed, 5) for seed in range(1 + (case == "rows"))])}
+    plain, fast = both(model, inputs, "oracle", max_new_tokens=new, do_sample=False)
+    assert torch.equal(plain.sequences, fast.sequences)
+    if case == "short" or (kind == "longrope" and case == "row" and RECOMPUTES):
+        assert_speculated(fast)
+    else:
+        assert fast.speculation.num_drafts == 0
+        assert "rotary" in next(iter(fast.speculation.fallbacks))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prompt_tuning(rows):
+    """PEFT puts its prompt before what it takes for the prompt, and hands on the last token only."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(dtype=torch.float32), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+    inputs = {"input_ids": torch.cat([prompt(24, seed, 5) for seed in range(rows)])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    plain, fast = both(model, inputs, constant(), max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(plain.sequences, fast.sequences)
+    assert any("prompt learning" in reason for reason in fast.speculation.fallbacks)
 
 
 @pytest.mark.parametrize("new", range(1, 13))

@@ -12,6 +12,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -58,6 +60,22 @@ def build(family="llama", seed=0, dtype=torch.float64, **overrides):
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
+
+
+def changing(kind, **kwargs):
+    """A model whose rotary embedding has other frequencies past 40 tokens: once, or with each token."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
+    }  # fmt: skip
+    rope = {"rope_type": kind, "rope_theta": 1e4}
+    torch.manual_seed(0)
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        config = Phi3Config(**sizes, max_position_embeddings=512, original_max_position_embeddings=40, rope_parameters=rope, **kwargs)
+        return Phi3ForCausalLM(config).to(torch.float64).eval()
+    config = LlamaConfig(**sizes, max_position_embeddings=40, rope_parameters=rope | {"factor": 4.0})
+    return LlamaForCausalLM(config).to(torch.float64).eval()
 
 
 def prompt(length=20, seed=0, period=0):
