@@ -333,9 +333,9 @@ class DepthController:
     PACE_DECAY = 0.98
     LITTLE = 0.5
     """Expected tokens that learning a cost may cost."""
-    TREE_SHARE, TREE_BONUS = 0.2, 0.03
-    """What verifying more of a tree is given in advance, of the tokens that it is expected to bring, and at most, in tokens. Where so
-    little decides no time is lost, since small chances are estimated with caution, and the target runs less often."""
+    TREE_SHARE, TREE_BONUS = 0.5, 0.08
+    """What verifying more of a tree is given in advance, of the tokens that it is expected to bring, and at most, in tokens. Small chances
+    are estimated with caution: where so little decides, real text loses no time by it, and the target runs less often."""
 
     def __init__(self, depth: str = "adaptive"):
         self.strategy = depth

@@ -1,7 +1,9 @@
 """Drafters against plain decoding and transformers' `assistant_model=` and prompt lookup: `python -m benchmarks.drafters`.
 
 Qwen2.5-Coder 1.5B with 0.5B, bfloat16, prompts of Spec-Bench's 13 categories. Every prompt runs each side once, in rotating order, in
-one process; ratios are per token and per prompt, their geometric means come with bootstrap intervals over the prompts.
+one process; ratios are per token and per prompt, their geometric means come with bootstrap intervals over the prompts. In bfloat16 outputs
+part at ties, and one may repeat itself more than the other: tokens per target forward are compared on the same text, too, for which prompt
+lookup, a fixed rule, is replayed on ours where it said another.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import assistgen
 from assistgen import identity, weights
 
 from .common import chat, code_edits, finish, geometric_mean, interval, machine, show, spec_bench
+from .replay import prompt_lookup, replay
 
 
 GROUPS = ("translation", "summarization", "qa", "math_reasoning", "rag")
@@ -75,6 +78,13 @@ def main() -> None:
         else spec_bench(arguments.per_category, arguments.max_characters)
     )
     compare(target, tokenizer, {side: ways[side]() for side in arguments.sides}, items, arguments.tokens)
+
+
+def looked_up(inputs: dict[str, Any], sequences: torch.Tensor) -> float:
+    """Tokens per target forward that transformers' prompt lookup would take of a text."""
+    prompt = inputs["input_ids"].shape[1]
+    said, steps, _ = replay(prompt_lookup, [(sequences[:prompt].tolist(), sequences[prompt:].tolist())], depth=10)
+    return (1 + said) / (1 + steps)
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -141,6 +151,10 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
                 ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
                 if torch.equal(results[other]["sequences"], result["sequences"]):
                     same_text[f"{side} and {other}"][item["category"]].append((result["per_forward"], results[other]["per_forward"]))
+                elif other == "lookup":
+                    same_text[f"{side} and {other}"][item["category"]].append(
+                        (result["per_forward"], looked_up(inputs, result["sequences"]))
+                    )
             categories[side][item["category"]].append(result["per_forward"])
             group = item["category"] if item["category"] in GROUPS else "mt_bench"
             by_group[group][side].append(plain["seconds"] / result["seconds"])
@@ -160,10 +174,14 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
         print(f"{side:12s} tokens per target forward: " + ", ".join(f"{c} {geometric_mean(v):.2f}" for c, v in categories[side].items()))
         if draft_ms[side]:
             print(f"{side:12s} drafting {geometric_mean([max(ms, 1e-3) for ms in draft_ms[side]]):.0f} ms a round with a draft")
-    for pair, by_category in same_text.items():
-        told = [f"{c} {', '.join(f'{geometric_mean(v):.2f}' for v in zip(*pairs, strict=True))}" for c, pairs in by_category.items()]
-        number = sum(len(pairs) for pairs in by_category.values())
-        print(f"{pair}: tokens per target forward of both on the {number} prompts where they say the same: " + "; ".join(told))
+    both = {
+        pair: {c: [geometric_mean(v) for v in zip(*pairs, strict=True)] for c, pairs in by_category.items()}
+        for pair, by_category in same_text.items()
+    }
+    for pair, means in both.items():
+        number = sum(len(pairs) for pairs in same_text[pair].values())
+        told = "; ".join(f"{c} {ours:.3f}, {others:.3f}" for c, (ours, others) in means.items())
+        print(f"{pair}: tokens per target forward of both on the same text ({number} prompts): {told}")
     others = [side for side in ways if side not in theirs and not side.startswith("auto")]
     for group, speeds in by_group.items() if "auto" in ways and others else ():
         best = max(others, key=lambda side: geometric_mean(speeds[side]))
@@ -176,6 +194,7 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
                 s: {w: {"mean": geometric_mean(v), "interval": interval(v), "worst": min(v)} for w, v in r.items()}
                 for s, r in ratios.items()
             },
+            "on_the_same_text": both,
             "tokens_per_forward": {s: {c: geometric_mean(v) for c, v in r.items()} for s, r in categories.items()},
             "outputs": dict(differences),
         }

@@ -112,6 +112,12 @@ class _Trie:
         return best
 
 
+def prompt_lookup() -> Drafter:
+    """transformers', as of `prompt_lookup_num_tokens=10`."""
+    generator = PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=2, max_length=1 << 30)
+    return CandidateGeneratorDrafter(generator, torch.device("cpu"))
+
+
 def replay(make: Callable[[], Drafter], requests: list[Request], depth: int, takes_trees: bool = False) -> tuple[int, int, int]:
     """Tokens said, target steps, drafted tokens that were wasted."""
     said = steps = wasted = 0
@@ -192,14 +198,11 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=16)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(weights.locate("qwen2.5-coder-1.5b"))
-    cpu = torch.device("cpu")
     results: dict[str, dict[str, list[float]]] = {}
     for name, requests in sets(tokenizer).items():
         store, tree_store, arctic_store = SuffixStore(), SuffixStore(), {"tree": _Trie(24)}
         drafters: dict[str, Callable[[], Drafter]] = {
-            "transformers' lookup": lambda: CandidateGeneratorDrafter(
-                PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=2, max_length=1 << 30), cpu
-            ),
+            "transformers' lookup": prompt_lookup,
             "ngram": NGramDrafter,
             "arctic's rule": ArcticDrafter,
             "suffix": SuffixDrafter,
