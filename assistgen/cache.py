@@ -142,32 +142,38 @@ class RowCache(Cache):
         self.window = window
         self.rings: dict[str, int | None] = {}
         self._parked: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        layers = []
-        for layer, kind, states in zip(source.layers, layer_types, self._taken_from(source), strict=True):
+        layers = list(source.layers)
+        for i, layer, states in self._taken_from(source):
             ring = None
             if isinstance(layer, DynamicSlidingWindowLayer):
                 ring = min(layer.sliding_window - 1, capacity or max_slots) + max_width
-            self.rings[kind] = ring
-            layers.append(RowLayer(*states, ring, capacity))
+            self.rings[layer_types[i]] = ring
+            layers[i] = RowLayer(*states, ring, capacity)
         super().__init__(layers=layers)
+        self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
 
     @staticmethod
-    def _taken_from(source: Cache) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Layer by layer the keys, values and first slot of what it holds; a dynamic one loses them, so that they aren't held twice."""
+    def _taken_from(source: Cache) -> Iterator[tuple[int, Any, tuple[torch.Tensor, torch.Tensor, int]]]:
+        """
+        The layers that hold something, with their numbers and the keys, values and first slot of it; a dynamic one loses them, so that they
+        aren't held twice.
+        """
         slots = compat.length_of(source)
-        for layer in source.layers:
+        for i, layer in enumerate(source.layers):
+            if isinstance(layer, compat.NOTHING_KEPT):
+                continue
             keys, values = layer.keys, layer.values
             if isinstance(layer, StaticLayer):
                 keys, values = keys[:, :, :slots], values[:, :, :slots]
-            yield keys, values, slots - keys.shape[2]
+            yield i, layer, (keys, values, slots - keys.shape[2])
             if isinstance(layer, DynamicLayer):
                 layer.keys = layer.values = None
 
     def refill(self, source: Cache) -> None:
         """Takes over another cache of the same kinds of layers, in the memory that there is."""
         self.source = source
-        for layer, states in zip(self.layers, self._taken_from(source), strict=True):
-            layer.refill(*states)
+        for i, _, states in self._taken_from(source):
+            self.layers[i].refill(*states)
 
     @staticmethod
     def why_not(cache: Any, layer_types: list[str]) -> str | None:
@@ -179,14 +185,15 @@ class RowCache(Cache):
             return f"rows can't be rolled back one by one in layers of type {', '.join(sorted(set(layer_types) - {FULL, SLIDING}))}"
         by_kind: dict[str, set[type]] = {}
         for layer, kind in zip(cache.layers, layer_types, strict=False):
-            by_kind.setdefault(kind, set()).add(type(layer))
+            if not isinstance(layer, compat.NOTHING_KEPT):
+                by_kind.setdefault(kind, set()).add(type(layer))
         if any(len(types) > 1 for types in by_kind.values()):
             return "layers of one attention type are cached in different ways"
         return None
 
     def prepare(self, slots: torch.Tensor, extent: int) -> None:
         """The next forward writes at `slots` `(rows, width)`; `extent` is the highest of them plus one."""
-        for layer in self.layers:
+        for layer in self.row_layers:
             layer.slots, layer.extent = slots, extent
 
     def masks(self, slots: torch.Tensor, prompt_mask: torch.Tensor | None, by_kind: bool, additive: torch.dtype | None) -> Any:
@@ -216,7 +223,7 @@ class RowCache(Cache):
             newest = slots[:, -1:]  # a cell holds the newest of its slots that was written
             cells = newest - (newest - torch.arange(ring, device=device)) % ring
         else:
-            cells = torch.arange(self.layers[0].extent, device=device)[None, :]
+            cells = torch.arange(self.row_layers[0].extent, device=device)[None, :]
         used = cells >= 0
         if prompt_mask is not None:
             prompt_slots = prompt_mask.shape[1]
@@ -236,9 +243,9 @@ class RowCache(Cache):
         if park:
             gone = torch.tensor([i for i in range(len(rows)) if i not in kept], dtype=torch.long)
             numbers = [rows[i] for i in gone.tolist()]
-            self._parked.append((numbers, [(layer.keys[gone], layer.values[gone]) for layer in self.layers]))
-        index = torch.tensor(kept, dtype=torch.long, device=self.layers[0].keys.device)
-        for layer in self.layers:
+            self._parked.append((numbers, [(layer.keys[gone], layer.values[gone]) for layer in self.row_layers]))
+        index = torch.tensor(kept, dtype=torch.long, device=self.row_layers[0].keys.device)
+        for layer in self.row_layers:
             layer.select(index)
 
     def rejoin(self, rows: list[int]) -> None:
@@ -247,7 +254,7 @@ class RowCache(Cache):
             return
         numbers = [*rows, *(number for parked, _ in self._parked for number in parked)]
         order = torch.tensor(sorted(range(len(numbers)), key=numbers.__getitem__))
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.row_layers):
             cells = layer.keys.shape[2]
             parts = [(layer.keys, layer.values), *(states[i] for _, states in self._parked)]
             keys, values = (
@@ -260,6 +267,8 @@ class RowCache(Cache):
     def release(self, length: int) -> Cache:
         """The source cache again, holding `length` slots of every row."""
         for layer, mine in zip(self.source.layers, self.layers, strict=True):
+            if not isinstance(mine, RowLayer):
+                continue
             first = max(0, length - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             keys, values = mine.window(first, length)
             compat.load_window(layer, keys, values, length)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -30,6 +31,16 @@ CONTINUE_A_STATE = frozenset({"qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamb
 
 WITHOUT_STATE = frozenset({"lfm2"})
 """Model types whose linear layers keep nothing but the inputs of a convolution, which can be cropped."""
+
+
+ONE_AT_A_TIME = frozenset({"xlm", "cpmant", "moshi"})
+"""Model types whose forward behind a cache is made for one token: XLM's asks with a mask token, the others' masks are of one token."""
+
+PASSES_OVER_LAYERS = frozenset({"dory", "inkling2_loop_text"})
+"""Model types that run some layers several times and keep each pass in layers of the cache of their own, or read what is in them."""
+
+NOTHING_KEPT: Any = getattr(cache_utils, "DummyLayer", ())
+"""The class of a cache's place for a layer that shares another's keys and values (Gemma 3n); before 5.24 the cache ends before those."""
 
 
 def self_attention_layers(cache: Any) -> list[Any]:
@@ -56,7 +67,7 @@ def why_no_roll_back(cache: Any, model: Any = None) -> str | None:
     if not cache.layers and type(cache) is not DynamicCache:
         return f"a cache of type {type(cache).__name__} can't be rolled back"
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer) or isinstance(layer, NOTHING_KEPT):
             continue
         if type(layer) is StaticSlidingWindowLayer:
             # 5.17 doesn't say how long the cache was asked to be, so there every such layer is taken to pass its window.
@@ -77,7 +88,7 @@ def why_not_several_at_once(model: Any, input_ids: torch.Tensor, attention_mask:
     Why several tokens in one forward wouldn't get the logits that they get one by one, or `None` if they do. LLM.int8() (arXiv
     2208.07339) multiplies those features apart that are large for any of the tokens. A rotary embedding that changes with the length goes
     by the furthest position; where that happens once, one row without padding can be decoded around it (`position_limits`). PEFT's prompt
-    learning feeds the last token and no other.
+    learning feeds the last token and no other, as some old models do.
 
     Args:
         input_ids (`torch.Tensor` of shape `(rows, length)`), attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): the
@@ -87,6 +98,8 @@ def why_not_several_at_once(model: Any, input_ids: torch.Tensor, attention_mask:
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "load_in_8bit", False) and getattr(config, "llm_int8_threshold", 0.0) > 0:
         return "8-bit products depend on the forward's other tokens; quantise with llm_int8_threshold=0.0"
+    if (model_type := model.config.get_text_config(decoder=True).model_type) in ONE_AT_A_TIME:
+        return f"{model_type} takes one token at a time"
     adapted = getattr(model.prepare_inputs_for_generation, "__self__", None)
     if getattr(getattr(adapted, "active_peft_config", None), "is_prompt_learning", False):
         return "PEFT's prompt learning takes one token at a time"

@@ -281,7 +281,9 @@ def _effective_config(model: Any, kwargs: dict[str, Any]) -> Any:
 def _problem(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """What in a call doesn't go with speculation, with what to do about it; `None` if nothing."""
     if config.use_cache is False:
-        return "`use_cache=False` doesn't go with speculation, which verifies against the cache. Leave it out."
+        return (
+            "`use_cache=False`, the call's or the model's, doesn't go with speculation, which verifies against the cache. Set it to True."
+        )
     if (config.num_beams or 1) > 1:
         return f"`num_beams={config.num_beams}` doesn't go with speculation. Use `num_beams=1`, or `speculation=None`."
     if config.cache_implementation == "paged":

@@ -237,10 +237,11 @@ class RowsInStep(Target):
         self._recording.enter_context(compat.recording_past(cache))
 
     def _inputs(self, end: int) -> dict[str, Any]:
-        """Of a forward that feeds all ids before `end` that the cache doesn't hold."""
+        """Of a forward that feeds all ids before `end` that the cache doesn't hold, and if there is none (RWKV) all of them."""
+        keeps = any(self.model_kwargs.get(name) is not None for name in (*compat.CACHE_NAMES, "cache_params"))
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self.tokens.ids[:, :end],
-            next_sequence_length=end - self._held if self.model_kwargs.get("use_cache", True) else None,
+            next_sequence_length=end - self._held if keeps else None,
             **self._kwargs(end - self.tokens.prompt_length),
         )
         return inputs
@@ -352,6 +353,8 @@ class RowsApart(Target):
         if reason is not None:
             return reason
         config = model.config.get_text_config(decoder=True)
+        if config.model_type in compat.PASSES_OVER_LAYERS:
+            return f"{type(model).__name__} passes over its layers several times"
         cache = model_kwargs.get(compat.CACHE)
         if generation_config.output_attentions and (isinstance(cache, StaticCache) or SLIDING in layer_types(config)):
             return "attention weights of single rows can't be told from a static or sliding-window cache"

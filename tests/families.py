@@ -144,6 +144,31 @@ def _lora():
     return model
 
 
+def _sharing(model):
+    """Its last layers share the keys and values of earlier ones. Its norms are noisy, so that the text isn't constant."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.add_(torch.randn_like(parameter))
+    return model
+
+
+SHARING = {
+    "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": WINDOW,
+    "head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+}  # fmt: skip
+
+
+def _gemma3n():
+    shape = {"intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 4}
+    return _sharing(tf.Gemma3nForCausalLM(tf.Gemma3nTextConfig(**SMALL | SHARING | shape)))
+
+
+def _dory():
+    layers = {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "head_dim": 8}
+    return tf.DoryForCausalLM(tf.DoryConfig(**SMALL | layers | kinds))
+
+
 @dataclass(frozen=True)
 class Family:
     """
@@ -197,6 +222,9 @@ FAMILIES = {
     "mixtral": Family(
         lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2})), dtype=torch.float32
     ),
+    "gemma3n": Family(_gemma3n),
+    "gemma4": Family(lambda: _sharing(tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**SMALL | SHARING | {"global_head_dim": 8})))),
+    **({"dory": Family(_dory)} if hasattr(tf, "DoryConfig") else {}),
     "lora": Family(_lora),
     "t5": Family(_t5, _source),
     "bart": Family(_bart, _source),
@@ -215,6 +243,15 @@ FAMILIES = {
         lambda: build_decoder("mamba"),
         plain="keeps no cache" if OLD else "doesn't go on from a recurrent state",
         without=("second turn",) if OLD else (),
+    ),
+    "rwkv": Family(
+        lambda: tf.RwkvForCausalLM(
+            tf.RwkvConfig(
+                vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, eos_token_id=None, bos_token_id=1
+            )
+        ),
+        plain="keeps no cache",
+        without=("second turn",),
     ),
     "mamba2": Family(
         lambda: tf.Mamba2ForCausalLM(

@@ -12,6 +12,7 @@ from assistgen.drafters.base import Draft, Drafter, chance_of, evidence_of
 from assistgen.drafters.suffix import SuffixDrafter
 from assistgen.fallback import Breaker, GuardedDrafter
 from assistgen.stats import SpeculationStats
+from assistgen.target import RowsApart
 
 from .oracles import PARENTS, OracleTrees, TreeSpeculator, assert_same_distribution, count_pairs
 from .test_stopping import tokenizer  # noqa: F401
@@ -140,8 +141,8 @@ def test_stops_inside_a_tree(end, moved):
 
 
 @pytest.mark.exactness
-@pytest.mark.parametrize("what", ["sliding", "window", "static", "states", "batch", "constant", "heuristic"])
-def test_where_chains_are_drafted(what, moved):
+@pytest.mark.parametrize("what", ["sliding", "window", "static", "states", "batch", "in step", "constant", "heuristic"])
+def test_where_chains_are_drafted(what):
     """Where a tree couldn't be verified, or wouldn't be cut to what pays."""
     model = build("mistral" if what in ("sliding", "window") else "llama")
     inputs = {"input_ids": prompt(24, period=5)}
@@ -151,7 +152,7 @@ def test_where_chains_are_drafted(what, moved):
         kwargs["cache_implementation"] = "static"
     elif what == "states":
         kwargs |= {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
-    elif what == "batch":
+    elif what in ("batch", "in step"):
         inputs = pad_left([prompt(24, 1, 5), prompt(9, 2, 3)])
     elif what == "window":  # of the model's, on a cache without one
         kwargs[compat.CACHE] = DynamicCache()
@@ -164,6 +165,8 @@ def test_where_chains_are_drafted(what, moved):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SuffixDrafter, "propose", proposing)
+        if what == "in step":
+            patch.setattr(RowsApart, "why_not", staticmethod(lambda *_: "in step"))
         fast = assistgen.generate(model, **inputs, **kwargs, speculation=speculation)
     plain = model.generate(**inputs, **kwargs | ({compat.CACHE: DynamicCache()} if what == "window" else {}))
     assert torch.equal(getattr(plain, "sequences", plain), getattr(fast, "sequences", fast))
