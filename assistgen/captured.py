@@ -385,8 +385,8 @@ def _why_no_capture(model: Any) -> str | None:
             return f"{type(model).__name__} has hooks, which a captured forward wouldn't run"
         if hasattr(module, "get_base_layer"):
             return f"{type(model).__name__} has adapters, whose change a captured forward wouldn't see"
-        if compat.changes_with_length(module):
-            return f"{type(model).__name__} changes its rotary embedding with the length"
+    if compat.where_rotary_changes(model) is not None:
+        return f"{type(model).__name__} changes its rotary embedding with the length"
     return None
 
 

@@ -36,7 +36,7 @@ WITHOUT_STATE = frozenset({"lfm2"})
 ONE_AT_A_TIME = frozenset({"xlm", "cpmant", "moshi"})
 """Model types whose forward behind a cache is made for one token: XLM's asks with a mask token, the others' masks are of one token."""
 
-PASSES_OVER_LAYERS = frozenset({"dory", "inkling2_loop_text"})
+PASSES_OVER_LAYERS = frozenset({"dory"})
 """Model types that run some layers several times and keep each pass in layers of the cache of their own, or read what is in them."""
 
 NOTHING_KEPT: Any = getattr(cache_utils, "DummyLayer", ())
@@ -207,26 +207,21 @@ def is_sharded(model: Any) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
-def changes_with_length(module: Any) -> bool:
-    """Whether a rotary embedding's frequencies depend on how long the text is."""
-    return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
-
-
 def where_rotary_changes(model: Any) -> tuple[int, bool] | None:
     """
     The length past which a rotary embedding has other frequencies (Phi-3 drops its cache there, too), and whether they change with every
     token from there on; `None`: they never change.
     """
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
     # Before 5.24 Phi-3 begins anew with the last token only, again and again; that can be had only one token at a time.
     borders, goes_on = [], CACHE != "cache"
-    for module in filter(changes_with_length, model.modules()):
-        parameters = module.config.rope_parameters
-        for kind in [parameters] if "rope_type" in parameters else parameters.values():
-            if kind["rope_type"] == "longrope":
-                borders.append(kind["original_max_position_embeddings"])
-            elif "dynamic" in kind["rope_type"]:
-                borders.append(module.original_max_seq_len)
-                goes_on = True
+    for kind in [parameters] if "rope_type" in parameters else filter(None, parameters.values()):
+        if kind["rope_type"] == "longrope":
+            borders.append(kind["original_max_position_embeddings"])
+        elif "dynamic" in kind["rope_type"]:
+            borders.append(config.max_position_embeddings)
+            goes_on = True
     return (min(borders), goes_on) if borders else None
 
 

@@ -204,8 +204,10 @@ class RowsInStep(Target):
         self._states = RecurrentStates(self.cache)
         self.can_fill = not self._states
         self._recording = ExitStack()
+        self._record()  # only now: during the prefill it would keep the whole prompt in sliding layers
+
+    def _record(self) -> None:
         if self._crops:
-            # Only now: recording during the prefill would keep the whole prompt in sliding layers.
             self._recording.enter_context(compat.recording_past(self.cache))
 
     def forward(self, rows: list[int], starts: list[int], counts: list[int], width: int, logits_to_keep: int) -> Any:
@@ -234,11 +236,12 @@ class RowsInStep(Target):
         """The model began a new one, as Phi-3 does where its rotary embedding changes."""
         self._recording.close()
         self.model_kwargs[compat.CACHE] = cache
-        self._recording.enter_context(compat.recording_past(cache))
+        self._record()
 
     def _inputs(self, end: int) -> dict[str, Any]:
         """Of a forward that feeds all ids before `end` that the cache doesn't hold, and if there is none (RWKV) all of them."""
-        keeps = any(self.model_kwargs.get(name) is not None for name in (*compat.CACHE_NAMES, "cache_params"))
+        # What Mamba keeps was called otherwise before 5.24.
+        keeps = any(self.model_kwargs.get(name) is not None for name in (compat.CACHE, "cache_params"))
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self.tokens.ids[:, :end],
             next_sequence_length=end - self._held if keeps else None,

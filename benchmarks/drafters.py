@@ -53,7 +53,8 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=3600, help="of a prompt; categories without a shorter one are left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sides", nargs="*", default=["assistant", "draft_model", "chain_nf4"],
-                        help="also lookup, ngram, suffix, suffix_store (of the run's), suffix_whole, auto, auto_nf4, chain")  # fmt: skip
+                        help="also lookup, ngram, suffix, suffix_store (a store of the answers so far), suffix_whole, auto, auto_nf4, "
+                             "chain")  # fmt: skip
     arguments = parser.parse_args()
     target, tokenizer = load("qwen2.5-coder-1.5b", arguments.dtype)
     draft, _ = load("qwen2.5-coder-0.5b", arguments.dtype)
@@ -149,12 +150,10 @@ def compare(target: Any, tokenizer: Any, ways: dict[str, Any], items: list[dict[
                 ratios[side]["wall after the first token"].append(plain["later"] / result["later"])
             for other in theirs if side not in theirs else ():
                 ratios[side][f"over transformers' {other}"].append(results[other]["seconds"] / result["seconds"])
-                if torch.equal(results[other]["sequences"], result["sequences"]):
-                    same_text[f"{side} and {other}"][item["category"]].append((result["per_forward"], results[other]["per_forward"]))
-                elif other == "lookup":
-                    same_text[f"{side} and {other}"][item["category"]].append(
-                        (result["per_forward"], looked_up(inputs, result["sequences"]))
-                    )
+                says_the_same = torch.equal(results[other]["sequences"], result["sequences"])
+                if says_the_same or other == "lookup":
+                    theirs_there = results[other]["per_forward"] if says_the_same else looked_up(inputs, result["sequences"])
+                    same_text[f"{side} and {other}"][item["category"]].append((result["per_forward"], theirs_there))
             categories[side][item["category"]].append(result["per_forward"])
             group = item["category"] if item["category"] in GROUPS else "mt_bench"
             by_group[group][side].append(plain["seconds"] / result["seconds"])

@@ -244,6 +244,16 @@ FAMILIES = {
         plain="keeps no cache" if OLD else "doesn't go on from a recurrent state",
         without=("second turn",) if OLD else (),
     ),
+    **{
+        name: Family(make, plain="takes one token at a time", without=("second turn",))
+        for name, make in {
+            "xlm": lambda: tf.XLMWithLMHeadModel(tf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4, dropout=0.0)),
+            "cpmant": lambda: tf.CpmAntForCausalLM(
+                tf.CpmAntConfig(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2)
+            ),
+            "moshi": lambda: tf.MoshiForCausalLM(tf.MoshiConfig(**SMALL | {"ffn_dim": 48, "head_dim": 8, "sliding_window": WINDOW})),
+        }.items()
+    },
     "rwkv": Family(
         lambda: tf.RwkvForCausalLM(
             tf.RwkvConfig(

@@ -526,10 +526,7 @@ def _add_frequent(share: Any, n: Any, meta: Any, tokens: Any, probs: Any) -> Any
 
 
 @njit(inline="always")
-def _share_out(
-    state: Any, length: Any, ends: Any, factor: Any, n: Any, left: Any, meta: Any, states: Any, edges: Any, buckets: Any, tokens: Any,
-    probs: Any,
-) -> Any:  # fmt: skip
+def _share_out(state: Any, length: Any, ends: Any, factor: Any, n: Any, left: Any, meta: Any, tokens: Any, probs: Any) -> Any:
     """
     What follows a state's substring of `length` tokens and its suffixes, from the longest to the shortest: each shares out what the longer
     ones left over (absolute discounting, as in `_chance`). `ends` occurrences are the text's own end.
@@ -537,6 +534,7 @@ def _share_out(
     Returns:
         how many branches there are now, and what is left over.
     """
+    states, edges, buckets = _states(meta), _edges(meta), _buckets(meta)
     while state != ROOT and left > SETTLED:
         size = min(states[state, LENGTH], length)
         occurrences = states[state, COUNT] - ends
@@ -579,12 +577,11 @@ def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any
     """
     asker = _asker(address)
     meta = other = _automaton(asker, 0)
-    states = _states(meta)
     tokens = carray(pointer(asker[BRANCH_TOKENS]), (MAX_BRANCHES,), np.int32)
     probs = carray(pointer(asker[BRANCH_PROBS]), (MAX_BRANCHES,), np.float64)
     length = min(meta[ACTIVE_LENGTH], meta[MAX_DEPTH])
-    state = suffix_state(meta[ACTIVE], length, states)
-    n, left = _share_out(state, length, 1, factor, 0, 1.0, meta, states, _edges(meta), _buckets(meta), tokens, probs)
+    state = suffix_state(meta[ACTIVE], length, _states(meta))
+    n, left = _share_out(state, length, 1, factor, 0, 1.0, meta, tokens, probs)
     if memory != 0:
         remembering = _asker(memory)
         places = _places(remembering)
@@ -592,8 +589,7 @@ def branch(address: Any, first: Any, first_prob: Any, factor: Any, min_prob: Any
         for i in range(1, remembering[NUM_AUTOMATA]):
             if _automaton(remembering, i)[NUM_TOKENS] > other[NUM_TOKENS]:
                 largest, other = i, _automaton(remembering, i)
-        state, length = places[largest, 0], places[largest, 1]
-        n, left = _share_out(state, length, 0, factor, n, left, other, _states(other), _edges(other), _buckets(other), tokens, probs)
+        n, left = _share_out(places[largest, 0], places[largest, 1], 0, factor, n, left, other, tokens, probs)
     if factor == np.inf:
         share = ANYWHERE * left if memory == 0 else 0.5 * ANYWHERE * left
         n = _add_frequent(share, n, meta, tokens, probs)
