@@ -250,5 +250,5 @@ def test_more_of_a_tree_is_verified_where_little_decides():
     tree = Draft([1, 2, 3, 4], "suffix", (0,), parents=[-1, -1, -1, -1])
     assert controller.rates.reaches(tree)[:2] == pytest.approx([0.124, 0.124], abs=1e-3)
     assert controller.trim([tree], costs) == 2
-    assert controller.trim([tree.cut(1)], costs) == 1
+    assert controller.trim([tree.cut(2)], costs) == 2
     assert controller.trim([Draft([1], "suffix", (0,))], costs) == 0
