@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -146,9 +147,13 @@ class Page:
         self.blocks.unload(self._leave)
 
         asking = {"outputs": self.shown, "show_progress": "hidden"}
-        self.box.submit(self._send, [self.box, *self.settings], api_name="chat", **asking)
-        self.chatbot.retry(self._retry, self.settings, api_visibility="private", **asking)
-        self.chatbot.edit(self._edit, self.settings, api_visibility="private", **asking)
+        for asked in (
+            self.box.submit(self._send, [self.box, *self.settings], api_name="chat", **asking),
+            self.chatbot.retry(self._retry, self.settings, api_visibility="private", **asking),
+            self.chatbot.edit(self._edit, self.settings, api_visibility="private", **asking),
+        ):
+            # A page drops what is sent before an event has ended, so the button is back, and plain speed measured, only then.
+            asked.then(self._ended, None, self.shown, trigger_mode="multiple", **QUIET)
         self.chatbot.undo(self._undo, None, self.shown, **QUIET)
         self.chatbot.clear(self._clear, None, self.shown, **QUIET)
         self.box.stop(self._stop, queue=False, **QUIET)
@@ -211,7 +216,7 @@ class Page:
         """Begins an answer and shows how it grows; whatever happens, the page stays usable."""
         name, chosen = _settings(settings)
         waiting = gr.update(value="", submit_btn=False, stop_btn=True)
-        try:
+        with _saying("The answer failed. The conversation is still there: try again, or choose another drafter."):
             begin()
             yield self._picture(conversation, waiting, begins=True)
             shown_at = shown_state = None
@@ -219,15 +224,15 @@ class Page:
                 if shown_at is None or answer.state != shown_state or monotonic() - shown_at >= EVERY_S:
                     yield self._picture(conversation, gr.skip())
                     shown_at, shown_state = monotonic(), answer.state
-        except engine.DemoError as error:
-            gr.Warning(str(error), title="That didn't work")
-        except Exception:
-            logger.exception("An answer failed.")
-            gr.Warning(
-                "The answer failed. The conversation is still there: try again, or choose another drafter.", title="That didn't work"
-            )
+        yield self._picture(conversation, gr.skip())
+
+    def _ended(self, request: gr.Request) -> Iterator[Any]:
+        conversation = self.visitors[request.session_hash]
         # Another answer may have begun meanwhile: then the button is its business.
         yield self._picture(conversation, gr.skip() if conversation.is_busy else gr.update(submit_btn=True, stop_btn=False))
+        with _saying("Plain decoding could not be measured."):
+            for _ in conversation.measure():
+                yield self._picture(conversation, gr.skip())
 
     def _picture(self, conversation: engine.Conversation, box: Any, begins: bool = False) -> list[Any]:
         """The values of `shown`; `begins`: there is no answer yet to the last message."""
@@ -246,21 +251,28 @@ class Page:
         conversation = self.visitors[request.session_hash]
         name, chosen = _settings(settings)
         race = engine.Race(chosen.drafter)
-        try:
+        with _saying("The race failed. Try again, or choose another drafter."):
             with conversation.racing(race):
                 future = engine.run_race(self.host, name, prompt, chosen, race)
                 while wait([future], RACE_EVERY_S).not_done:
                     yield view.race(race)
                 future.result()
             yield view.race(race)
-        except engine.DemoError as error:
-            gr.Warning(str(error), title="That didn't work")
-        except Exception:
-            logger.exception("A race failed.")
-            gr.Warning("The race failed. Try again, or choose another drafter.", title="That didn't work")
 
     def _stop_race(self, request: gr.Request) -> None:
         self.visitors[request.session_hash].stop_race()
+
+
+@contextmanager
+def _saying(failure: str) -> Iterator[None]:
+    """What goes wrong is told to the visitor: a `DemoError` in its own words, anything else as `failure`."""
+    try:
+        yield
+    except engine.DemoError as error:
+        gr.Warning(str(error), title="That didn't work")
+    except Exception:
+        logger.exception(failure)
+        gr.Warning(failure, title="That didn't work")
 
 
 def _index(data: Any) -> int:

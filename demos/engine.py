@@ -536,6 +536,7 @@ class Conversation:
         self._speculates: Any = None  # what the speculator was made from
         self._cached: list[int] = []
         self._cache: Any = None
+        self._to_measure: tuple[list[int], Settings] | None = None  # the last answer's sequence
         self._busy = threading.Lock()
         self._stop = threading.Event()
         self._is_closed = False
@@ -610,12 +611,29 @@ class Conversation:
             self._stop.clear()
             if self._is_closed:
                 return
+            self._to_measure = None
             loaded = self._host.load(name)
             yield from self._reply(loaded, settings)
         finally:
-            if self._is_closed:
-                self.forget()
-            self._busy.release()
+            self._release()
+
+    def measure(self) -> Iterator[Answer]:
+        """
+        Plain speed at the last answer's context, for its speed-up: from the answer's own plain steps, or by decoding its end again.
+        Yields that `Answer` when its state changes and when it knows. Another answer goes before: it ends this within one round.
+        """
+        if self._to_measure is None or not self._busy.acquire(blocking=False):
+            return
+        try:
+            if self._to_measure is not None and self.answer is not None and self.loaded is not None:
+                yield from self._measure(self.answer, self.loaded, *self._to_measure)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._is_closed:
+            self.forget()
+        self._busy.release()
 
     def _reply(self, loaded: LoadedModel, settings: Settings) -> Iterator[Answer]:
         ids = loaded.prompt_ids(self.messages, settings.system)
@@ -635,8 +653,8 @@ class Conversation:
             message["content"] = decode.answer.text
             yield decode.answer
         message["content"] = decode.answer.text
+        self._to_measure = decode.sequence, settings
         yield decode.answer
-        yield from self._measure(loaded, decode, settings)
 
     def _rounds(self, decode: Decode) -> Iterator[None]:
         """Round by round, until the end, a stop, or nobody listens any more; then the cache is kept."""
@@ -690,15 +708,14 @@ class Conversation:
             self._speculates = chosen
         return self.speculator
 
-    def _measure(self, loaded: LoadedModel, decode: Decode, settings: Settings) -> Iterator[Answer]:
-        """Plain speed at this context: from the answer's own plain steps, or by decoding its end again, plainly."""
-        answer, context = decode.answer, len(decode.sequence)
+    def _measure(self, answer: Answer, loaded: LoadedModel, sequence: list[int], settings: Settings) -> Iterator[Answer]:
+        context = len(sequence)
         if len(answer.plain_steps) >= ENOUGH_STEPS:
             loaded.record_plain(context, answer.plain_steps)
         elif answer.state == "done" and len(answer.ids) > self.MEASURED_TOKENS and not loaded.knows_plain_speed(context):
             answer.state = "measuring"
             yield answer
-            ids = decode.sequence[: -self.MEASURED_TOKENS]
+            ids = sequence[: -self.MEASURED_TOKENS]
             again = replace(settings, max_new_tokens=self.MEASURED_TOKENS)
             plain = Decode(loaded, ids, None, again, self._resume(loaded, ids))
             start = perf_counter()

@@ -92,6 +92,7 @@ def forwards(demo):
 
 
 def send(page, text):
+    page.locator("#message .submit-button").wait_for()
     page.locator("#message textarea").fill(text)
     page.locator("#message textarea").press("Enter")
 
@@ -182,6 +183,22 @@ def test_a_conversation(visit, demo):
     page.locator("#chat .user", has_text="brown").wait_for()
     page.locator("#chat .bot", has_text="brown").wait_for()
     ends(page)
+
+
+def test_a_message_that_is_sent_while_plain_speed_is_measured(visit, monkeypatch):
+    def measure(self, answer, *arguments):
+        answer.state = "measuring"
+        yield answer
+        assert self._stop.wait(60)
+        answer.state = "done"
+        yield answer
+
+    monkeypatch.setattr(engine.Conversation, "_measure", measure)
+    page = visit()
+    for turn, text in enumerate((COPY, "Again.")):
+        send(page, text)
+        page.locator("#chat .bot").nth(turn).wait_for()
+        ends(page, "measuring plain")
 
 
 def test_stop_ends_a_long_answer(visit, demo, forwards):

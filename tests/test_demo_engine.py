@@ -128,6 +128,27 @@ def test_a_second_answer_ends_the_first(host):
 
 
 @pytest.mark.weights
+def test_plain_speed_is_measured_after_an_answer_and_gives_way(host, forwards, monkeypatch):
+    monkeypatch.setattr(engine, "ENOUGH_STEPS", 100)
+    monkeypatch.setattr(host.load(NAME), "_speeds", [])
+    conversation = Conversation(host)
+    assert not list(conversation.measure())  # there is no answer yet
+    assert told(conversation, LIST).plain is None
+    before = len(forwards)
+    answers = conversation.measure()
+    assert next(answers).state == "measuring"
+    conversation.stop()
+    *_, answer = answers
+    assert answer.state == "done" and answer.plain is None and len(forwards) == before
+    conversation.clear()
+    again = told(conversation, LIST)
+    *_, answer = conversation.measure()
+    assert answer is again and answer.state == "done" and answer.plain.steps == Conversation.MEASURED_TOKENS - 1
+    conversation.clear()
+    assert told(conversation, LIST).plain is answer.plain and [each.state for each in conversation.measure()] == ["done"]
+
+
+@pytest.mark.weights
 def test_visitors_who_sample_draw_as_if_they_were_alone(host):
     first, second = (Settings(temperature=1.0, top_p=0.9, seed=seed, max_new_tokens=8) for seed in (1, 2))
     alone = [told(Conversation(host), LIST, settings).ids for settings in (first, second)]
