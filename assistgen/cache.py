@@ -7,6 +7,7 @@ contiguous, distances between slots are distances between positions, and sliding
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class RecurrentStates:
 
     def _states(self) -> list[torch.Tensor]:
         kept = (states.values() for layer in self._layers for states in (layer.conv_states, layer.recurrent_states))
-        return [state for states in kept for state in states if state is not None]
+        counted = (compat.linear_count(layer) for layer in self._layers)
+        return [state for state in (*itertools.chain.from_iterable(kept), *counted) if state is not None]
 
     def put_aside(self, length: int) -> None:
         """The states are those after `length` ids."""

@@ -1,4 +1,4 @@
-"""Everything that depends on the version of transformers (5.17 to 5.24), and the facts about its caches that the loop relies on."""
+"""Everything that depends on the version of transformers (5.17 to 5.25), and the facts about its caches that the loop relies on."""
 
 from __future__ import annotations
 
@@ -117,6 +117,11 @@ def why_not_several_at_once(model: Any, input_ids: torch.Tensor, attention_mask:
 def is_recurrent(layer: Any) -> bool:
     """Whether a cache layer keeps a recurrent state, which can't be cropped. Reliable after the first forward."""
     return isinstance(layer, LinearAttentionLayer) and any(layer.is_recurrent_states_initialized.values())
+
+
+def linear_count(layer: Any) -> torch.Tensor | None:
+    """How many tokens a linear layer has seen, which it counts since 5.25."""
+    return getattr(layer, "cumulative_length_linear", None)
 
 
 def keeps_everything(cache: Any) -> bool:

@@ -32,6 +32,11 @@ class _OneRowGenerator(CandidateGenerator):
         self._seen: torch.Tensor | None = None
         self._plan = DepthController("constant").plan(1, ForwardCosts())
 
+    @property
+    def num_drafting_tokens(self) -> int:
+        """So many tokens the loop must be able to take back (asked since 5.25)."""
+        return self.num_speculative_tokens
+
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """
         Args:
