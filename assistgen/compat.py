@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -26,10 +27,26 @@ CACHE: str = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields_
 CACHE_NAMES = ("cache", "past_key_values")
 
 
-CONTINUE_A_STATE = frozenset({"qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "bamba", "granitemoehybrid", "nemotron_h"})
+CONTINUE_A_STATE = frozenset(
+    {
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "kimi_linear",
+        "lara_mini",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "zaya",
+    }
+)
 """Model types whose forward over several tokens goes on from the recurrent state in the cache. Mamba's, for one, starts anew."""
 
-WITHOUT_STATE = frozenset({"lfm2"})
+WITHOUT_STATE = frozenset({"lfm2", "lfm2_moe", "lfm3"})
 """Model types whose linear layers keep nothing but the inputs of a convolution, which can be cropped."""
 
 
@@ -74,7 +91,7 @@ def why_no_roll_back(cache: Any, model: Any = None) -> str | None:
             if getattr(layer, "_is_croppable", False):
                 continue
             return "a static sliding-window cache can't be rolled back past its window"
-        if type(layer) is LinearAttentionLayer and model is not None:
+        if type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer) and model is not None:
             model_type = model.config.get_text_config(decoder=True).model_type
             if model_type in CONTINUE_A_STATE | WITHOUT_STATE:
                 continue
@@ -135,9 +152,12 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
     layer that records its past shrinks back to its window only then.
     """
     for layer in self_attention_layers(cache):
-        if is_recurrent(layer) or not getattr(layer, "is_initialized", True):
+        if not getattr(layer, "is_initialized", True):
             continue
-        if isinstance(layer, StaticLayer) and not hasattr(StaticLayer, "crop"):  # before 5.24
+        if is_recurrent(layer):
+            if isinstance(layer, DynamicLayer):  # attention beside the state
+                DynamicLayer.crop(layer, -tokens_to_remove)
+        elif isinstance(layer, StaticLayer) and not hasattr(StaticLayer, "crop"):  # before 5.24
             layer.cumulative_length.sub_(tokens_to_remove)
         else:
             layer.crop(-tokens_to_remove)

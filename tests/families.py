@@ -144,14 +144,15 @@ def _lora():
     return model
 
 
-def _sharing(model):
-    """Its last layers share the keys and values of earlier ones. Its norms are noisy, so that the text isn't constant."""
+def _restless(model):
+    """Its norms are noisy, so that the text isn't constant."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.add_(torch.randn_like(parameter))
     return model
 
 
+# The last layers share the keys and values of earlier ones.
 SHARING = {
     "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": WINDOW,
     "head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
@@ -160,13 +161,42 @@ SHARING = {
 
 def _gemma3n():
     shape = {"intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 4}
-    return _sharing(tf.Gemma3nForCausalLM(tf.Gemma3nTextConfig(**SMALL | SHARING | shape)))
+    return _restless(tf.Gemma3nForCausalLM(tf.Gemma3nTextConfig(**SMALL | SHARING | shape)))
 
 
 def _dory():
     layers = {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "head_dim": 8}
     return tf.DoryForCausalLM(tf.DoryConfig(**SMALL | layers | kinds))
+
+
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+          "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}  # fmt: skip
+SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 16, "head_dim": 8}
+HYBRIDS_WITH_EXPERTS = {
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", LINEAR | SHARED_EXPERT),
+    "lara_mini": ("LaraMiniForCausalLM", "LaraMiniConfig", LINEAR | SHARED_EXPERT),
+    "kimi_linear": (
+        "KimiLinearForCausalLM", "KimiLinearConfig", LATENT | {"num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4}
+    ),
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM", "BailingHybridConfig", LATENT | {"num_local_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8}
+    ),
+    "zaya": ("ZayaForCausalLM", "ZayaConfig", {"num_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16}),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM", "Lfm2MoeConfig", {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
+    ),
+}  # fmt: skip
+
+
+def _with_experts(causal_lm, config, settings):
+    shape = SMALL | {"moe_intermediate_size": 16, "num_experts_per_tok": 2} | settings
+    return _restless(getattr(tf, causal_lm)(getattr(tf, config)(**shape)))
+
+
+def _lfm3():
+    kinds = {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": WINDOW, "head_dim": 8}
+    return tf.Lfm3ForCausalLM(tf.Lfm3Config(**SMALL | kinds | {"num_hidden_layers": 3}))
 
 
 @dataclass(frozen=True)
@@ -223,7 +253,7 @@ FAMILIES = {
         lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2})), dtype=torch.float32
     ),
     "gemma3n": Family(_gemma3n),
-    "gemma4": Family(lambda: _sharing(tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**SMALL | SHARING | {"global_head_dim": 8})))),
+    "gemma4": Family(lambda: _restless(tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**SMALL | SHARING | {"global_head_dim": 8})))),
     **({"dory": Family(_dory)} if hasattr(tf, "DoryConfig") else {}),
     "lora": Family(_lora),
     "t5": Family(_t5, _source),
@@ -239,6 +269,23 @@ FAMILIES = {
     "granite_hybrid": Family(_granite_hybrid),
     "nemotron_h": Family(_nemotron_h),
     "lfm2": Family(lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**SMALL | {"layer_types": ["conv", "full_attention"]}))),
+    **({"lfm3": Family(_lfm3)} if hasattr(tf, "Lfm3Config") else {}),
+    "falcon_h1": Family(lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**SMALL | MAMBA | {"mamba_d_ssm": 64}))),
+    **{
+        name: Family(lambda parts=parts: _with_experts(*parts), dtype=torch.float32)  # torch has no grouped product in float64
+        for name, parts in HYBRIDS_WITH_EXPERTS.items()
+        if hasattr(tf, parts[0])
+    },
+    "zamba2": Family(
+        lambda: tf.Zamba2ForCausalLM(
+            tf.Zamba2Config(
+                **SMALL
+                | {"num_key_value_heads": 4, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
+                | {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8}
+            )
+        ),
+        plain="doesn't go on from a recurrent state",
+    ),
     "mamba": Family(
         lambda: build_decoder("mamba"),
         plain="keeps no cache" if OLD else "doesn't go on from a recurrent state",
