@@ -7,7 +7,6 @@ contiguous, distances between slots are distances between positions, and sliding
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +34,10 @@ class RecurrentStates:
         return bool(self._layers)
 
     def _states(self) -> list[torch.Tensor]:
-        kept = (states.values() for layer in self._layers for states in (layer.conv_states, layer.recurrent_states))
-        counted = (compat.linear_count(layer) for layer in self._layers)
-        return [state for state in (*itertools.chain.from_iterable(kept), *counted) if state is not None]
+        kept: list[torch.Tensor | None] = []
+        for layer in self._layers:
+            kept += [*layer.conv_states.values(), *layer.recurrent_states.values(), compat.linear_count(layer)]
+        return [state for state in kept if state is not None]
 
     def put_aside(self, length: int) -> None:
         """The states are those after `length` ids."""
