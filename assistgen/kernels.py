@@ -24,6 +24,9 @@ PARTS = 64
 LINE = 64
 """Bytes that come from memory at once."""
 NAN = np.uint16(0x7FC0)
+PAIRED, PAIRED_OUTPUTS = 32, 6
+"""bfloat16 numbers of a row that AVX-512 multiplies at once, adding them up in pairs, and rows of the weight that meet `TOKENS` tokens
+there: of its 32 registers, 24 for the sums, 6 for the weight, 1 for a token."""
 TILE = 16
 """Rows of AMX's tiles, each of 64 bytes: outputs by pairs of inputs, pairs of inputs by tokens, and sums of outputs by tokens."""
 SUMS, WEIGHTS, TEXTS = range(3)
@@ -37,6 +40,12 @@ def has_tiles(kind: str) -> bool:
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data))) == 0
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether this CPU multiplies vectors of bfloat16 (AVX512_BF16)."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def compiled(function: Any = None, signature: Any = None, **options: Any) -> Any:
@@ -99,6 +108,42 @@ def _store(number: Any, example: Any) -> Any:
     return as_it_is if example == types.float32 else as_bfloat16
 
 
+def _repeat(builder: Any, times: Any, values: list[Any], body: Any) -> list[Any]:
+    """`body` makes new values of the number of the time, from 0, and of the values so far, so many times (at least once); the last ones."""
+    first_time, before = ir.Constant(times.type, 0), builder.block
+    loop, after = builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    time, *so_far = (phis := [builder.phi(value.type) for value in (first_time, *values)])
+    new: list[Any] = body(time, so_far)
+    next_time = builder.add(time, ir.Constant(times.type, 1))
+    for phi, first, then in zip(phis, (first_time, *values), (next_time, *new), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, builder.block)
+    builder.cbranch(builder.icmp_unsigned("<", next_time, times), loop, after)
+    builder.position_at_end(after)
+    return new
+
+
+def _rows(builder: Any, start: Any, number: int, size: Any) -> list[Any]:
+    """The addresses of rows of so many bytes that lie behind each other."""
+    return [builder.add(start, builder.mul(size, ir.Constant(size.type, row))) for row in range(number)]
+
+
+def _read(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _call_for(builder: Any, address: Any, lines: int, locality: int) -> None:
+    """Has so many lines of memory brought into this core's caches: with locality 3 into the smallest, too."""
+    i32 = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    for line in range(lines):
+        where = _at(builder, builder.add(address, ir.Constant(address.type, line * LINE)))
+        builder.call(prefetch, [where, i32(0), i32(locality), i32(1)])
+
+
 def _dots(tokens: int, fetch: bool) -> Any:
     """
     A function for `OUTPUTS` rows of a weight times so many tokens: their sums over `inputs`, as a tuple, row by row.
@@ -117,18 +162,8 @@ def _dots(tokens: int, fetch: bool) -> Any:
         floats, ints, stored = (ir.VectorType(kind, LANES) for kind in (single, i32, element))
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def known(name: str, result: Any, *takes: Any) -> Any:
-                return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, takes), name)
-
-            def rows(start: Any, number: int, kind: Any, size: int) -> list[Any]:
-                starts = [builder.add(start, builder.mul(inputs, i64(row * size))) for row in range(number)]
-                return [builder.inttoptr(row, kind.as_pointer()) for row in starts]
-
-            def read(row: Any, kind: Any, size: int) -> Any:
-                return builder.load(builder.bitcast(builder.gep(row, [k]), kind.as_pointer()), align=size)
-
-            def read_weight(row: Any) -> Any:
-                numbers = read(row, stored, size)
+            def read_weight(row: Any, at: Any) -> Any:
+                numbers = _read(builder, builder.add(row, builder.mul(at, i64(LANES * size))), stored, size)
                 if element == single:
                     return numbers
                 if size == 1:
@@ -146,32 +181,22 @@ def _dots(tokens: int, fetch: bool) -> Any:
                 return builder.extract_element(numbers, i32(0))
 
             _, weight, x, inputs, ahead, step = arguments
-            add_product = known(f"llvm.fmuladd.v{LANES}f32", floats, floats, floats, floats)
-            call_for = known("llvm.prefetch.p0i8", ir.VoidType(), cgutils.voidptr_t, i32, i32, i32)
-            weights, texts = rows(weight, OUTPUTS, element, size), rows(x, tokens, single, 4)
+            kind = ir.FunctionType(floats, [floats] * 3)
+            add_product = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+            weights = _rows(builder, weight, OUTPUTS, builder.mul(inputs, i64(size)))
+            texts = _rows(builder, x, tokens, builder.mul(inputs, i64(4)))
 
-            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            k, ahead, *sums = [builder.phi(i64), builder.phi(i64), *(builder.phi(floats) for _ in range(OUTPUTS * tokens))]
-            numbers, totals = [read_weight(row) for row in weights], list(sums)
-            for token, text in enumerate(texts):
-                of_token = read(text, floats, 4)
-                for at in range(token, len(sums), tokens):
-                    totals[at] = builder.call(add_product, [numbers[at // tokens], of_token, sums[at]])
-            for offset in range(0, OUTPUTS * LANES * size if fetch else 0, LINE):
-                line = builder.inttoptr(builder.add(ahead, i64(offset)), cgutils.voidptr_t)
-                builder.call(call_for, [line, i32(0), i32(3), i32(1)])
-            k_after = builder.add(k, i64(LANES))
-            for phi, first, then in [
-                (k, i64(0), k_after),
-                (ahead, arguments[4], builder.add(ahead, step)),
-                *((phi, floats([0.0] * LANES), total) for phi, total in zip(sums, totals, strict=True)),
-            ]:
-                phi.add_incoming(first, before)
-                phi.add_incoming(then, loop)
-            builder.cbranch(builder.icmp_unsigned("<", k_after, inputs), loop, after)
-            builder.position_at_end(after)
+            def add(time: Any, sums: list[Any]) -> list[Any]:
+                numbers, totals = [read_weight(row, time) for row in weights], list(sums)
+                for token, text in enumerate(texts):
+                    of_token = _read(builder, builder.add(text, builder.mul(time, i64(LANES * 4))), floats, 4)
+                    for at in range(token, len(sums), tokens):
+                        totals[at] = builder.call(add_product, [numbers[at // tokens], of_token, sums[at]])
+                if fetch:
+                    _call_for(builder, builder.add(ahead, builder.mul(time, step)), -(-OUTPUTS * LANES * size // LINE), locality=3)
+                return totals
+
+            totals = _repeat(builder, builder.udiv(inputs, i64(LANES)), [floats([0.0] * LANES)] * (OUTPUTS * tokens), add)
             return context.make_tuple(builder, signature.return_type, [added_up(total) for total in totals])
 
         return types.UniTuple(types.float32, OUTPUTS * tokens)(dtype, *[types.int64] * 5), code
@@ -257,6 +282,130 @@ def _multiply(dtype: Any, job: Any) -> None:
                 _write(dots_2(dtype, rows, x + m * row, inputs, middle if m else ahead, step), bias, out, m, n)
 
 
+def _added_up(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of each vector's numbers, as one vector, of as many vectors as each has numbers. All are added up in the same order."""
+    lanes = size = len(vectors)
+    while size > 1:
+        low = [start + lane for start in range(0, 2 * lanes, size) for lane in range(size // 2)]
+        halves = [_chosen(builder, vectors, [lane + more for lane in low]) for more in (0, size // 2)]
+        vectors = [builder.fadd(*pair) for pair in zip(*halves, strict=True)]
+        size //= 2
+    return vectors[0]
+
+
+def _chosen(builder: Any, vectors: list[Any], lanes: list[int]) -> list[Any]:
+    """Of every two vectors, one of their numbers in these places, the second's behind the first's."""
+    places = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    return [builder.shuffle_vector(first, second, places) for first, second in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+def _write_rounded(builder: Any, numbers: Any, bias: Any, out: Any) -> None:
+    """A vector, with what lies at `bias` (0: nothing) added to it, as bfloat16: rounded to the nearest, to even in a tie."""
+    count, i16, i32 = numbers.type.count, ir.IntType(16), ir.IntType(32)
+    halves, words = ir.VectorType(i16, count), ir.VectorType(i32, count)
+
+    def all_of(number: int) -> Any:
+        return ir.Constant(words, [number] * count)
+
+    with builder.if_else(builder.icmp_unsigned("!=", bias, ir.Constant(bias.type, 0))) as (with_bias, without):
+        with with_bias:
+            more = builder.shl(builder.zext(_read(builder, bias, halves, 2), words), all_of(16))
+            added, where_added = builder.fadd(numbers, builder.bitcast(more, numbers.type)), builder.block
+        with without:
+            where_not = builder.block
+    total = builder.phi(numbers.type)
+    total.add_incoming(added, where_added)
+    total.add_incoming(numbers, where_not)
+    bits = builder.bitcast(total, words)
+    even = builder.and_(builder.lshr(bits, all_of(16)), all_of(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, all_of(0x7FFF)), even), all_of(16))
+    rounded = builder.select(builder.fcmp_unordered("uno", total, total), all_of(int(NAN)), rounded)
+    builder.store(builder.trunc(rounded, halves), builder.inttoptr(out, halves.as_pointer()), align=2)
+
+
+def _pairs(tokens: int, fetch: int) -> Any:
+    """
+    A function for `PAIRED_OUTPUTS` rows of a weight times so many tokens in bfloat16, written where they belong; takes addresses, and how
+    many inputs and outputs there are.
+
+    Args:
+        tokens (`int`): at most `TOKENS`.
+        fetch (`int`): so many lines are called for from `ahead` on for each one of a row.
+    """
+    lanes = PAIRED // 2
+    places = 8
+    """A token's in a vector of sums, the last of them unused."""
+
+    @intrinsic
+    def multiply(typing_context: Any, weight: Any, x: Any, inputs: Any, ahead: Any, bias: Any, out: Any, outputs: Any) -> Any:
+        i32, i64 = ir.IntType(32), ir.IntType(64)
+        floats, words = ir.VectorType(ir.FloatType(), lanes), ir.VectorType(i32, lanes)
+        zeros, kind = floats([0.0] * lanes), ir.FunctionType(floats, [words, words, floats])
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            binding.initialize_native_asmparser()  # LLVM's own name for the instruction takes other types in each of its versions
+            weight, x, inputs, ahead, bias, out, outputs = arguments
+            row_size = builder.mul(inputs, i64(2))
+            weights, texts = _rows(builder, weight, PAIRED_OUTPUTS, row_size), _rows(builder, x, tokens, row_size)
+
+            def add(time: Any, sums: list[Any]) -> list[Any]:
+                start, totals = builder.mul(time, i64(LINE)), []
+                numbers = [_read(builder, builder.add(row, start), words, 2) for row in weights]
+                for token, text in enumerate(texts):
+                    of_token = _read(builder, builder.add(text, start), words, 2)
+                    for number, so_far in zip(numbers, sums[token * PAIRED_OUTPUTS :], strict=False):
+                        totals.append(builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", [of_token, number, so_far], False))
+                # Rows may be too long for the smallest cache.
+                _call_for(builder, builder.add(ahead, builder.mul(start, i64(fetch))), fetch, locality=2)
+                return totals
+
+            totals = _repeat(builder, builder.udiv(inputs, i64(PAIRED)), [zeros] * (tokens * PAIRED_OUTPUTS), add)
+            unused = [zeros] * (places - PAIRED_OUTPUTS)
+            placed = [vector for token in range(tokens) for vector in totals[token * PAIRED_OUTPUTS :][:PAIRED_OUTPUTS] + unused]
+            placed += [zeros] * (-len(placed) % lanes)
+            all_sums = [_added_up(builder, placed[start : start + lanes]) for start in range(0, len(placed), lanes)]
+            for token, to in enumerate(_rows(builder, out, tokens, builder.mul(outputs, i64(2)))):
+                of_both, first = all_sums[token * places // lanes], token * places % lanes
+                [of_token] = _chosen(builder, [of_both, of_both], list(range(first, first + PAIRED_OUTPUTS)))
+                _write_rounded(builder, of_token, bias, to)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), code
+
+    return multiply
+
+
+_pairs_1, _pairs_2, _pairs_3, _pairs_4 = (_pairs(tokens, PAIRED_OUTPUTS) for tokens in (1, 2, 3, TOKENS))
+_pairs_4_half = _pairs(TOKENS, PAIRED_OUTPUTS // 2)
+
+
+@njit(nogil=True, inline="always")
+def _multiply_in_pairs(job: Any) -> None:
+    weight, x, _, bias, out, outputs, inputs, tokens = _fields(job)
+    row = 2 * inputs
+    part = (outputs // PARTS // PAIRED_OUTPUTS + 1) * PAIRED_OUTPUTS
+    while True:
+        start = take(job.ctypes.data, part)
+        if start >= outputs:
+            break
+        for begin in range(start, min(start + part, outputs), PAIRED_OUTPUTS):
+            n = min(begin, outputs - PAIRED_OUTPUTS)
+            rows, ahead = weight + n * row, weight + min(n + PAIRED_OUTPUTS, outputs - PAIRED_OUTPUTS) * row
+            biases = bias + 2 * n if bias else 0
+            for m in range(0, tokens, TOKENS):
+                texts, to = x + m * row, out + 2 * (m * outputs + n)
+                if tokens - m == 1:
+                    _pairs_1(rows, texts, inputs, ahead, biases, to, outputs)
+                elif tokens - m == 2:
+                    _pairs_2(rows, texts, inputs, ahead, biases, to, outputs)
+                elif tokens - m == 3:
+                    _pairs_3(rows, texts, inputs, ahead, biases, to, outputs)
+                elif tokens == TOKENS:
+                    _pairs_4(rows, texts, inputs, ahead, biases, to, outputs)
+                else:
+                    _pairs_4_half(rows, texts, inputs, ahead + m // TOKENS * (PAIRED_OUTPUTS // 2) * row, biases, to, outputs)
+
+
 def _instruct(builder: Any, name: str, *values: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
@@ -323,23 +472,15 @@ def tile_product_of(instruction: str) -> Any:
             weight, weight_row, weight_step, texts, text_row, steps, sums = arguments
             i8, i64 = ir.IntType(8), ir.IntType(64)
             _instruct(builder, "tilezero", i8(SUMS))
-            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step, of_weight, of_texts = (builder.phi(i64) for _ in range(3))
-            _instruct(builder, "tileloadd64", i8(WEIGHTS), _at(builder, of_weight), weight_row)
-            _instruct(builder, "tileloadd64", i8(TEXTS), _at(builder, of_texts), text_row)
-            _instruct(builder, instruction, i8(SUMS), i8(WEIGHTS), i8(TEXTS))
-            next_step = builder.add(step, i64(1))
-            for phi, first, then in [
-                (step, i64(0), next_step),
-                (of_weight, weight, builder.add(of_weight, weight_step)),
-                (of_texts, texts, builder.add(of_texts, builder.mul(text_row, i64(TILE)))),
-            ]:
-                phi.add_incoming(first, before)
-                phi.add_incoming(then, loop)
-            builder.cbranch(builder.icmp_unsigned("<", next_step, steps), loop, after)
-            builder.position_at_end(after)
+
+            def add(_: Any, addresses: list[Any]) -> list[Any]:
+                of_weight, of_texts = addresses
+                _instruct(builder, "tileloadd64", i8(WEIGHTS), _at(builder, of_weight), weight_row)
+                _instruct(builder, "tileloadd64", i8(TEXTS), _at(builder, of_texts), text_row)
+                _instruct(builder, instruction, i8(SUMS), i8(WEIGHTS), i8(TEXTS))
+                return [builder.add(of_weight, weight_step), builder.add(of_texts, builder.mul(text_row, i64(TILE)))]
+
+            _repeat(builder, steps, [weight, texts], add)
             _instruct(builder, "tilestored64", i8(SUMS), _at(builder, sums), i64(LINE))
             return context.get_dummy_value()
 
@@ -357,35 +498,11 @@ def _write_tile(typing_context: Any, sums: Any, column: Any, bias: Any, out: Any
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, column, bias, out = arguments
-        i1, i16, i32, i64, single = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-        halves, words, floats, bits = (ir.VectorType(kind, TILE) for kind in (i16, i32, single, i1))
-
-        def all_of(kind: Any, number: Any) -> Any:
-            return ir.Constant(kind, [number] * TILE)
-
-        def address(start: Any, kind: Any) -> Any:
-            return builder.inttoptr(start, kind.as_pointer())
-
-        first = builder.add(sums, builder.mul(column, i64(4)))
-        numbers = ir.Constant(floats, ir.Undefined)
-        for row in range(TILE):
-            number = builder.load(address(builder.add(first, i64(row * LINE)), single))
-            numbers = builder.insert_element(numbers, number, i32(row))
-        with builder.if_else(builder.icmp_unsigned("!=", bias, i64(0))) as (with_bias, without):
-            with with_bias:
-                more = builder.zext(builder.load(address(bias, halves), align=2), words)
-                more = builder.bitcast(builder.shl(more, all_of(words, 16)), floats)
-                added, where_added = builder.fadd(numbers, more), builder.block
-            with without:
-                where_not = builder.block
-        total = builder.phi(floats)
-        total.add_incoming(added, where_added)
-        total.add_incoming(numbers, where_not)
-        whole = builder.bitcast(total, words)
-        even = builder.and_(builder.lshr(whole, all_of(words, 16)), all_of(words, 1))
-        rounded = builder.lshr(builder.add(builder.add(whole, all_of(words, 0x7FFF)), even), all_of(words, 16))
-        rounded = builder.select(builder.fcmp_unordered("uno", total, total), all_of(words, int(NAN)), rounded)
-        builder.store(builder.trunc(rounded, halves), address(out, halves), align=2)
+        i32, i64, single = ir.IntType(32), ir.IntType(64), ir.FloatType()
+        numbers = ir.Constant(ir.VectorType(single, TILE), ir.Undefined)
+        for row, address in enumerate(_rows(builder, builder.add(sums, builder.mul(column, i64(4))), TILE, i64(LINE))):
+            numbers = builder.insert_element(numbers, _read(builder, address, single, 4), i32(row))
+        _write_rounded(builder, numbers, bias, out)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), code
@@ -434,6 +551,15 @@ def _multiply_bfloat16(job: Any) -> None:
     _multiply(np.uint16, carray(job, JOB, np.int64))
 
 
+def _arrange_pairs(job: Any) -> None:
+    """As it is."""
+
+
+def _multiply_pairs(job: Any) -> None:
+    """bfloat16 where the CPU `has_pairs`: at least `PAIRED_OUTPUTS` outputs, a multiple of `PAIRED` inputs."""
+    _multiply_in_pairs(carray(job, JOB, np.int64))
+
+
 def _arrange_tiles(job: Any) -> None:
     """Pairs of inputs by tokens."""
     _, given, room, _, _, _, inputs, tokens = _fields(carray(job, JOB, np.int64))
@@ -458,10 +584,11 @@ class Kernel(NamedTuple):
 
 @cache
 def kernel(kind: str) -> Kernel:
-    """Compiled for `"float32"`, `"bfloat16"`, or, in `"tiles"`, the latter."""
+    """Compiled for `"float32"`, `"bfloat16"`, or, in `"pairs"` or `"tiles"`, the latter."""
     arrange, body = {
         "float32": (_arrange_float32, _multiply_float32),
         "bfloat16": (_arrange_bfloat16, _multiply_bfloat16),
+        "pairs": (_arrange_pairs, _multiply_pairs),
         "tiles": (_arrange_tiles, _multiply_tiles),
     }[kind]
     return Kernel(ctypes.c_int64 * JOB, _as_c(arrange).ctypes, _as_c(body).address)

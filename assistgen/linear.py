@@ -235,8 +235,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def _kernel(dtype: torch.dtype, outputs: int, inputs: int) -> Any:
     from . import kernels  # numba takes a second
 
-    fits_tiles = dtype == torch.bfloat16 and outputs >= kernels.TILE and inputs % (2 * kernels.TILE) == 0
-    return kernels.kernel("tiles" if fits_tiles and kernels.has_tiles("bf16") else str(dtype).removeprefix("torch."))
+    kind = str(dtype).removeprefix("torch.")
+    if dtype == torch.bfloat16 and inputs % kernels.PAIRED == 0:
+        if outputs >= kernels.TILE and kernels.has_tiles("bf16"):
+            kind = "tiles"
+        elif outputs >= kernels.PAIRED_OUTPUTS and kernels.has_pairs():
+            kind = "pairs"
+    return kernels.kernel(kind)
 
 
 def _scratch(inputs: int) -> int:
@@ -251,7 +256,7 @@ def _is_usable() -> bool:
     """Whether the kernels run here. Compiles them on a machine's first time."""
     try:
         for dtype in DTYPES:
-            for outputs, inputs in ((3, LANES), (16, 32)):  # the latter fits tiles
+            for outputs, inputs in ((3, LANES), (16, 32)):  # the latter fits pairs and tiles
                 x = torch.ones(2, inputs, dtype=dtype, device="cpu")
                 product(x, x.new_ones(outputs, inputs))
     except Exception:

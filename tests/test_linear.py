@@ -22,11 +22,28 @@ from .tiny import build, pad_left, prompt
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@pytest.fixture(params=["best", "no tiles", "no pairs"])
+def instructions(monkeypatch, request):
+    """Of those that multiply bfloat16: the best of this CPU, and what there is without them."""
+    from assistgen import kernels  # numba takes a second
+
+    has = {"tiles": kernels.has_tiles("bf16"), "pairs": kernels.has_pairs()}
+    if request.param == "no tiles" and not has["tiles"]:
+        pytest.skip("has none")
+    if request.param == "no pairs" and not any(has.values()):
+        pytest.skip("has neither")
+    monkeypatch.setattr(linear, "_kernel", linear._kernel.__wrapped__)
+    if request.param != "best":
+        monkeypatch.setattr(kernels, "has_tiles", lambda kind: False)
+    if request.param == "no pairs":
+        monkeypatch.setattr(kernels, "has_pairs", lambda: False)
+
+
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(3, 8), (64, 40), (301, 96)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(3, 8), (6, 32), (64, 40), (301, 96)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 10, 65, 67, 150])
-def test_product_is_torchs(dtype, with_bias, outputs, inputs, tokens):
+def test_product_is_torchs(instructions, dtype, with_bias, outputs, inputs, tokens):
     torch.manual_seed(0)
     x, weight = torch.randn(1, tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
@@ -42,7 +59,7 @@ def test_product_is_torchs(dtype, with_bias, outputs, inputs, tokens):
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [40, 64])
-def test_what_is_not_finite_stays_so(dtype, inputs):
+def test_what_is_not_finite_stays_so(instructions, dtype, inputs):
     x, weight = torch.ones(3, inputs, dtype=dtype), torch.ones(30, inputs, dtype=dtype)
     x[1, 3], x[2, 4] = float("nan"), float("-inf")
     product = linear.product(x, weight)
@@ -52,7 +69,7 @@ def test_what_is_not_finite_stays_so(dtype, inputs):
 @DTYPES
 @pytest.mark.parametrize("tokens", [2, 3, 4, 5, 6, 7, 8, 70])
 @pytest.mark.parametrize("inputs", [192, 200])
-def test_a_product_does_not_depend_on_its_neighbours(dtype, tokens, inputs):
+def test_a_product_does_not_depend_on_its_neighbours(instructions, dtype, tokens, inputs):
     torch.manual_seed(0)
     x, weight = torch.randn(tokens, inputs).to(dtype), torch.randn(50, inputs).to(dtype)
     alone = torch.cat([linear.product(x[row : row + 1], weight) for row in range(tokens)])
