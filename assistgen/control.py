@@ -63,7 +63,7 @@ class ForwardCosts:
             self._drifts.append(seconds / shape.typical)
             self._drift = sorted(self._drifts)[len(self._drifts) // 2]
         shape.samples.append(seconds / self._drift)
-        shape.typical = sorted(shape.samples)[len(shape.samples) // 2]
+        shape.typical = sorted(shape.samples)[(len(shape.samples) - 1) // 2]  # of two the less: what disturbs a forward only adds
         shape.last = self._forwards
 
     def plain(self, rows: int) -> float | None:
@@ -173,7 +173,7 @@ class ForwardCosts:
 @dataclass
 class _Shape:
     samples: deque[float]
-    typical: float = 0.0  # their median
+    typical: float = 0.0  # their lower median
     last: int = 0  # the forward that measured it last
 
     def __lt__(self, other: _Shape) -> bool:  # for sorting beside the width, which is unique
