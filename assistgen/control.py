@@ -333,9 +333,10 @@ class DepthController:
     PACE_DECAY = 0.98
     LITTLE = 0.5
     """Expected tokens that learning a cost may cost."""
-    TREE_SHARE, TREE_BONUS = 0.5, 0.08
-    """What verifying more of a tree is given in advance, of the tokens that it is expected to bring, and at most, in tokens. Small chances
-    are estimated with caution: where so little decides, real text loses no time by it, and the target runs less often."""
+    NEARLY, NEARLY_SHARE = 0.08, 0.6
+    """Of a tree, the most is verified that is expected to be nearly as good as the best: so many tokens worse, at most by this share of
+    those that it is expected to bring. Its small chances are estimated with caution: where so little decides, real text loses no time by
+    it, and the target runs less often."""
 
     def __init__(self, depth: str = "adaptive"):
         self.strategy = depth
@@ -380,8 +381,10 @@ class DepthController:
                 return 0  # what a plain step costs has to be known first
             gains = self._gains(drafts, deepest)
             price = self._price(curve, len(drafts))
-            bonus = self.TREE_BONUS if drafts[0].parents is not None else 0.0
-            depth = max(range(deepest + 1), key=lambda k: gains[k] + min(self.TREE_SHARE * gains[k], bonus) - price * curve[k])
+            worth = [gain - price * cost for gain, cost in zip(gains, curve, strict=True)]
+            depth, best = max(enumerate(worth), key=lambda choice: choice[1])
+            if drafts[0].parents is not None:
+                depth = max(k for k in range(deepest + 1) if worth[k] + min(self.NEARLY, self.NEARLY_SHARE * gains[k]) >= best)
             trial = costs.trial(len(drafts))
             if trial is not None and trial <= depth and gains[depth] - gains[trial - 1] < self.LITTLE:
                 return trial - 1
